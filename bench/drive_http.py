@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import Overloaded
+from baton.errors import DeadlineExceeded, Overloaded
 from bench.drive import drive_each
 from bench.measure import Record
 from bench.workload import LoadRequest
@@ -18,10 +18,16 @@ from gateway.http.generation import TIMEOUT_MS
 
 #: Reasons of records, beside those of errors.
 _BROKEN, _TIMEOUT = "BROKEN", "TIMEOUT"
+#: Type of an error event, as of status 408.
+_TIMEOUT_TYPE = "timeout_error"
 
 
 class Refused(ValueError):
     """Status 429 with Retry-After."""
+
+
+class TooLate(ValueError):
+    """The server ended the answer at its deadline: status 408, or an error event of that type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,8 @@ async def drive_http(
             error = _TIMEOUT
         except Refused:
             error = Overloaded.reason
+        except TooLate:
+            error = DeadlineExceeded.reason
         except (OSError, EOFError, ValueError, LookupError):
             error = _BROKEN
         num_prompt = len(request.prompt_token_ids)
@@ -95,7 +103,7 @@ async def _events(
     address: str, dialect: Dialect, body: dict[str, Any], more: str
 ) -> AsyncIterator[Any]:
     """Events of one answer up to its end. more: headers. Raises OSError, EOFError, ValueError for
-    anything else than a whole stream; Refused for a refusal."""
+    anything else than a whole stream; Refused for a refusal; TooLate."""
     data = json.dumps(body).encode()
     # HTTP/1.0, so that the answer ends with its connection. Servers that send chunks nevertheless
     # put whole events into each: lines between them are none of an event.
@@ -109,17 +117,26 @@ async def _events(
         status = answer.split(b"\r\n")[0]
         if b" 429 " in status and b"\r\nretry-after: " in answer.lower():
             raise Refused
+        if b" 408 " in status:
+            raise TooLate
         if b" 200 " not in status:
             raise ValueError(f"refused: {answer!r}")
         while line := await reader.readline():
             if not line.startswith(b"data: "):
                 continue
             event = None if line == b"data: [DONE]\n" else json.loads(line[6:])
+            if _is_too_late(event):
+                raise TooLate
             if event is not None:
                 yield event
             if dialect.is_last(event):
                 return
     raise EOFError("the stream broke")
+
+
+def _is_too_late(event: Any) -> bool:
+    error = event.get("error") if isinstance(event, dict) else None
+    return isinstance(error, dict) and error.get("type") == _TIMEOUT_TYPE
 
 
 @asynccontextmanager

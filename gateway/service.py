@@ -16,6 +16,17 @@ from gateway.serving import Call, Models
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
+#: Time that a request's last status needs to leave before its deadline, at which gRPC ends the call
+#: without details: seconds, and at most this share of the time that it has.
+_STATUS_S, _STATUS_SHARE = 0.02, 0.1
+
+
+def usable_time_s(remaining_s: float | None) -> float | None:
+    """The time for a request that has `remaining_s` seconds to its deadline. None: without one."""
+    if remaining_s is None:
+        return None
+    return remaining_s - min(_STATUS_S, _STATUS_SHARE * remaining_s)
+
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """gRPC InferenceService. Belongs to one event loop."""
@@ -27,7 +38,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> None:
         """Stream by context.write, which applies backpressure from slow clients."""
-        await self._models.turns.take()
 
         async def on_admitted(admitted: ValidatedRequest) -> None:
             await send_headers(context, (REQUEST_ID_KEY, admitted.spec.request_id))
@@ -35,10 +45,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         call = Call(
             metadata=context.invocation_metadata() or (),
             write=functools.partial(write_to, context),
-            timeout_s=context.time_remaining(),
+            timeout_s=usable_time_s(context.time_remaining()),
             on_admitted=on_admitted,
         )
-        await self._models.of(request.model).generate(request, call)
+        serving = self._models.of(request.model)
+        serving.check_room(request, call)  # before its turn, since that costs next to nothing
+        await self._models.turns.take()
+        await serving.generate(request, call)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: _Context

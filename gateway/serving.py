@@ -19,13 +19,14 @@ from baton.errors import (
     InvalidRequest,
     ModelNotFound,
     NoWorkers,
+    Overloaded,
 )
 from baton.rpc.api_key import shown_digest
 from baton.rpc.interceptor import given_request_id
 from baton.sampling_params import MAX_CHOICES, MAX_LOGPROBS
 from baton.telemetry import no_telemetry
 from baton.telemetry.spans import trace_of
-from baton.types import Slo, Tier, WorkerInfo
+from baton.types import Slo, Tier, WorkerInfo, tenant_of
 from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import numerics_to_proto, tier_load_to_proto
 from gateway.chat.renderer import ChatRenderer, more_of
@@ -57,6 +58,7 @@ from gateway.request.driver import (
     resumed_outputs_of,
     starting_specs_of,
 )
+from gateway.routing.dispatcher import Ask
 from gateway.routing.fleet import Fleet, Worker
 from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
 
@@ -64,6 +66,9 @@ from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
 _UNKNOWN_LEN = 2**20
 
 _SUFFIX_BYTES = 6
+
+#: Bytes of text that usually make a token, for prompts that were not tokenized yet.
+_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +143,50 @@ class Serving:
         self._clock = deps.clock or time.monotonic
         self._recorder = recorder or GatewayRecorder(no_telemetry(), self._clock)
 
+    def check_room(self, request: inference_pb2.GenerateRequest, call: Call) -> None:
+        """Raise Overloaded if the queue is known to be too long for a request, before anything else
+        is done for it. The request need not be valid."""
+        if not self.num_waiting or request.resume_from:
+            return
+        facts, params, account = self.facts, request.sampling, self._account_of(call)
+        width = given(params, "best_of", given(params, "n", 1))
+        if params.HasField("beam_search") or width > facts.max_num_seqs:
+            return
+        kind = request.prompt.WhichOneof("kind")
+        is_ids = kind == "token_ids"
+        num_bytes = 0 if is_ids else request.prompt.ByteSize()
+        num_tokens = len(request.prompt.token_ids.ids) if is_ids else num_bytes // _TOKEN_BYTES
+        slo_class = request.slo_class or self._options.slo_class_of.get(account, "")
+        ask = Ask(
+            account=account or tenant_of(request.cache_salt),
+            width=max(1, width),
+            num_tokens=num_tokens,
+            max_tokens=given(params, "max_tokens", facts.max_model_len),
+            deadline_s=self._deadline_s(call),
+            slo=facts.slo_classes.get(slo_class),
+        )
+        request_id = unique_request_id(call.metadata)
+        try:
+            self._deps.dispatcher.check(request_id, ask)
+        except Overloaded as error:
+            error.request_id = request_id
+            name = self._options.model_name
+            with self._recorder.recording(call.metadata, name, is_chat=kind == "chat"):
+                raise
+
+    def _account_of(self, call: Call) -> bytes:
+        """That of the API key; empty without keys."""
+        return shown_digest(call.metadata) if self._options.has_api_keys else b""
+
+    def _deadline_s(self, call: Call) -> float:
+        """On the event loop's clock."""
+        timeout_s = self._options.request_timeout_s if call.timeout_s is None else call.timeout_s
+        return asyncio.get_running_loop().time() + timeout_s
+
     async def generate(self, request: inference_pb2.GenerateRequest, call: Call) -> None:
         """Stream the output of a request to `call.write`. Writes nothing if all choices ended in an
         earlier stream. Raises BatonError."""
-        timeout_s = self._options.request_timeout_s if call.timeout_s is None else call.timeout_s
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        deadline_s = self._deadline_s(call)
         is_chat = request.prompt.WhichOneof("kind") == "chat"
         name = self._options.model_name
         with self._recorder.recording(call.metadata, name, is_chat=is_chat) as record:
@@ -268,7 +312,7 @@ class Serving:
             if output.HasField("free_text"):
                 output = self._with_free_text_of(output, prompt_token_ids)
             grammar = await self._grammars.compile(output)
-        account = shown_digest(call.metadata) if self._options.has_api_keys else b""
+        account = self._account_of(call)
         ids = Ids(
             request_id,
             secrets.randbits(64),

@@ -234,7 +234,7 @@ class AsyncClient:
                     raise
                 raise Cancelled("the client was closed", request_id=request_id) from None
             except grpc.RpcError as rpc_error:
-                error = self._settings.error_of(rpc_error, request_id)
+                error = self._settings.error_of(rpc_error, request_id, attempts)
                 delay_s = attempts.delay_s(error, time.monotonic())
                 if delay_s is None or await self._closed.is_set_within(delay_s):
                     raise error from None

@@ -42,6 +42,9 @@ MAX_METADATA_BYTES = 8192
 MAX_TRACESTATE_CHARS = 512
 """Longer tracestates are not sent; the trace continues without."""
 
+#: Seconds before a call's deadline within which a server's gRPC may cancel the call for it.
+_CLOCK_SKEW_S = 0.05
+
 _AUTHORIZATION = "authorization"
 _ADDRESS = re.compile(r"(?:[^\s:/]+|\[[0-9a-fA-F:.%]+\]):[0-9]{1,5}")
 _URL = re.compile(r"(?i:(https?)://)(.*?)/?")
@@ -127,9 +130,10 @@ class Settings:
                 del trace["tracestate"]
         return checked_metadata((*self.metadata, *trace.items(), (REQUEST_ID_KEY, request_id)))
 
-    def error_of(self, error: grpc.RpcError, request_id: str) -> BatonError:
-        """The typed error of a failed call."""
-        return from_rpc_error(error, address=self.address, request_id=request_id)
+    def error_of(self, error: grpc.RpcError, request_id: str, attempts: Attempts) -> BatonError:
+        """The typed error of a failed call. attempts: of the call."""
+        is_over = attempts.remaining_s(time.monotonic()) <= _CLOCK_SKEW_S
+        return from_rpc_error(error, address=self.address, request_id=request_id, is_over=is_over)
 
 
 @dataclass(slots=True)
@@ -335,7 +339,7 @@ class GenerateCalls:
 
     def error_of(self, error: grpc.RpcError) -> BatonError:
         """The typed error of a failed call."""
-        return self._settings.error_of(error, self.request_id)
+        return self._settings.error_of(error, self.request_id, self._attempts)
 
     def retry_delay_s(self, error: BatonError) -> float | None:
         """Seconds before the next call; None to give up."""

@@ -154,15 +154,24 @@ def from_proto(status: status_pb2.Status) -> BatonError | None:
 
 
 def from_rpc_error(
-    error: grpc.RpcError, *, peer: str = "gateway", address: str = "", request_id: str = ""
+    error: grpc.RpcError,
+    *,
+    peer: str = "gateway",
+    address: str = "",
+    request_id: str = "",
+    is_over: bool = False,
 ) -> BatonError:
     """The error of a failed call: as raised by the server, or derived from the transport's code.
 
     peer, address: of the server, for messages that it did not write.
     request_id: used if the status has none.
+    is_over: whether the call's deadline has passed. A server's gRPC then cancels the call without a
+    status.
     """
     code, text, trailing = _parts(error)
     rich = from_proto(status) if (status := _rich_status(trailing)) else None
+    if is_over and code is grpc.StatusCode.CANCELLED and not _is_cancelled_here(text):
+        code = grpc.StatusCode.DEADLINE_EXCEEDED
     result = rich or _from_transport(code, text, f"{peer} at {address}" if address else peer)
     if not result.request_id:
         result.request_id = request_id
@@ -185,8 +194,12 @@ def _from_transport(code: grpc.StatusCode, text: str, peer: str) -> BatonError:
     return leaf(f"{peer}: {text or code.name}", code=code.name)
 
 
+def _is_cancelled_here(text: str) -> bool:
+    return any(mark in text.lower() for mark in _CANCELLED_HERE)
+
+
 def _from_lost(text: str, peer: str) -> BatonError:
-    if any(mark in text.lower() for mark in _CANCELLED_HERE):
+    if _is_cancelled_here(text):
         return Cancelled(f"{peer}: {text}")
     # A cancellation not requested here is a loss: a proxy or the server's transport dropped the
     # call.

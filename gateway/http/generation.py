@@ -164,6 +164,7 @@ class Generation:
             timeout_s=self._timeout_s,
             on_admitted=functools.partial(self._begin, index),
         )
+        self._serving.check_room(request, call)
         await self._serving.generate(request, call)
 
     async def _begin(self, index: int, validated: ValidatedRequest) -> None:

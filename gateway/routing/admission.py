@@ -9,10 +9,9 @@ only.
 
 With a target of the first token, requests that can still meet it precede those that cannot, which
 get one place of LATE_EVERY: under overload first come, first served would make every request late.
-Classes of requests have targets of their own, and an account's request that is due sooner goes
-first. While late requests wait, the tightest target goes first, for loose ones can wait, and of one
-target the request with most time left, so a new and short one: that with least would be served when
-it is about to be late, and be so once it is computed.
+A request that would wait too long behind those on time is late from its arrival on: so the others
+stay on time, though the one that is due first goes first. Classes of requests have targets of their
+own, and an account's request that is due sooner goes first.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Queued(Protocol):
     width: places that it takes.
     is_return: it was placed before, and is served ahead of first admissions.
     ttft_s: its target of the first token; infinite without.
-    late_s: time from which its first token misses it."""
+    late_s: time from which its first token misses it; -infinite if it was late on arrival."""
 
     @property
     def rank(self) -> Rank: ...
@@ -86,10 +85,12 @@ class AdmissionQueue(Generic[QueuedT]):
         self._weights = weights or {}
         self._heaps: dict[bytes, list[Rank]] = {}
         """Of each account, those that were not late when they were last looked at."""
-        self._by_time_left: dict[bytes, list[tuple[int, float, float, Rank]]] = {}
-        """The same and more, of a priority the tightest targets first, and of these most time left:
-        (priority, ttft_s, -late_s, rank)."""
         self._late: dict[bytes, list[Rank]] = {}
+        self._late_widths: Counter[bytes] = Counter()
+        """Waiting places of these, by account."""
+        self._late_ranks: set[Rank] = set()
+        self._on_time_widths: dict[bytes, Counter[float]] = {}
+        """Waiting places of all others, by account and target."""
         self._num_on_time = 0
         """Places given to others since the last late item."""
         self._now_s = -math.inf
@@ -133,15 +134,11 @@ class AdmissionQueue(Generic[QueuedT]):
             self._counters[account] = max(self._counters.get(account, 0), self._floor)
             self._forget_idle()
         self._widths[account] += item.width
-        by_rank = self._heaps.setdefault(account, [])
-        by_time_left = self._by_time_left.setdefault(account, [])
-        heapq.heappush(by_rank, item.rank)
-        heapq.heappush(by_time_left, (item.rank[0], item.ttft_s, -item.late_s, item.rank))
-        # What is taken by one heap leaves an entry in the other, and has two once it is put back.
-        if len(by_rank) > self._max_entries(account):
-            by_rank[:] = sorted(self._items.keys() & set(by_rank))
-        if len(by_time_left) > self._max_entries(account):
-            by_time_left[:] = sorted({entry for entry in by_time_left if entry[-1] in self._items})
+        if item.late_s <= self._now_s:
+            self._add_late(item)
+            return
+        heapq.heappush(self._heaps.setdefault(account, []), item.rank)
+        self._on_time_widths.setdefault(account, Counter())[item.ttft_s] += item.width
 
     def pop(self, now_s: float, but_of: Collection[bytes] = ()) -> QueuedT | None:
         """Remove and return the item to serve next, or None. The caller calls `charge` once it is
@@ -154,34 +151,11 @@ class AdmissionQueue(Generic[QueuedT]):
         is_turn_of_late = self._num_on_time >= LATE_EVERY - 1
         if is_turn_of_late:
             self._put_late_apart()
-        has_late = any(self._first_of(heap) is not None for heap in self._late.values())
         return (
             (self._pop_of(self._late, but_of) if is_turn_of_late else None)
-            or (self._pop_with_time_left(but_of) if has_late else None)
             or self._pop_of(self._heaps, but_of)
             or self._pop_of(self._late, but_of)
         )
-
-    def _pop_with_time_left(self, but_of: Collection[bytes]) -> QueuedT | None:
-        """Remove and return the item with most time left, if any, of the account to serve next, or
-        None."""
-        heads = [
-            (self._counters[account], across_accounts(rank), rank)
-            for account, entries in self._by_time_left.items()
-            if account not in but_of
-            and (rank := self._first_on_time(entries)) is not None
-            and not self.is_held(account)
-        ]
-        return self._take(min(heads)[2]) if heads else None
-
-    def _first_on_time(self, entries: list[tuple[int, float, float, Rank]]) -> Rank | None:
-        """Drops the entries of items that were removed or are late; these are in `_heaps`, too."""
-        while entries:
-            rank = entries[0][-1]
-            if rank in self._items and self._items[rank].late_s > self._now_s:
-                return rank
-            heapq.heappop(entries)
-        return None
 
     def _pop_of(self, heaps: dict[bytes, list[Rank]], but_of: Collection[bytes]) -> QueuedT | None:
         """Remove and return the first of these of the account to serve next, or None."""
@@ -190,8 +164,20 @@ class AdmissionQueue(Generic[QueuedT]):
             rank = heapq.heappop(heaps[account])
             if heaps is self._late or self._items[rank].late_s > self._now_s:
                 return self._take(rank)
-            heapq.heappush(self._late.setdefault(account, []), rank)
+            self._make_late(rank)
         return None
+
+    def _make_late(self, rank: Rank) -> None:
+        """Move an item that was taken from `_heaps`."""
+        item = self._items[rank]
+        self._on_time_widths[item.account][item.ttft_s] -= item.width
+        self._add_late(item)
+
+    def _add_late(self, item: QueuedT) -> None:
+        """Queue an item among the late ones."""
+        self._late_ranks.add(item.rank)
+        self._late_widths[item.account] += item.width
+        heapq.heappush(self._late.setdefault(item.account, []), item.rank)
 
     def _heads_of(
         self, heaps: dict[bytes, list[Rank]], but_of: Collection[bytes]
@@ -207,11 +193,11 @@ class AdmissionQueue(Generic[QueuedT]):
 
     def _put_late_apart(self) -> None:
         """Move the items that are late now, as far as they come first in their account."""
-        for account, heap in self._heaps.items():
+        for heap in self._heaps.values():
             while (rank := self._first_of(heap)) is not None:
                 if self._items[rank].late_s > self._now_s:
                     break
-                heapq.heappush(self._late.setdefault(account, []), heapq.heappop(heap))
+                self._make_late(heapq.heappop(heap))
 
     def charge(self, item: QueuedT) -> None:
         """Charge the account of a popped item for the places it was given."""
@@ -275,19 +261,35 @@ class AdmissionQueue(Generic[QueuedT]):
                 heap[:] = filter(self._items.__contains__, heap)
                 heapq.heapify(heap)
 
-    def width_before(self, account: bytes, width: int) -> float:
-        """Places given before an item of this width, queued last, is served."""
+    def width_before(self, account: bytes, width: int, ttft_s: float = math.inf) -> float:
+        """Places given before an item of this width and target, queued last and on time, is
+        served."""
         returns = sum(self._items[rank].width for _, rank in self._returns if rank in self._items)
-        own = self._widths[account]
+        late = self._late_widths
+        on_time = {other: w - late[other] for other, w in self._widths.items()}
+        # Of its own account, looser targets are due later.
+        of_own = self._on_time_widths.get(account, Counter[float]())
+        on_time[account] = sum(w for target_s, w in of_own.items() if target_s <= ttft_s)
+        before = returns + self._given_before(on_time, account, width)
+        return before + min(late.total(), before / (LATE_EVERY - 1))
+
+    def width_before_late(self, account: bytes, width: int) -> float:
+        """The same of an item that is late on arrival, while others keep coming in time."""
+        before = self._given_before(self._late_widths, account, width)
+        return LATE_EVERY * (before + width) - width
+
+    def _given_before(self, widths: Mapping[bytes, int], account: bytes, width: int) -> float:
+        """Places given to all accounts before one has got those that it waits for, and `width`
+        more. widths: waiting places, by account."""
+        own = widths.get(account, 0)
         # Meanwhile each other account gets as many places per unit of weight as this one, or all
         # that it waits for.
         per_unit = (own + width) / self._weight(account)
-        others = (
+        return own + sum(
             min(w, per_unit * self._weight(other))
-            for other, w in self._widths.items()
+            for other, w in widths.items()
             if other != account
         )
-        return returns + own + sum(others)
 
     def _max_entries(self, account: bytes) -> int:
         return 2 * self._widths[account] + _NUM_REMOVED
@@ -304,11 +306,17 @@ class AdmissionQueue(Generic[QueuedT]):
     def _take(self, rank: Rank) -> QueuedT:
         item = self._items.pop(rank)
         if not item.is_return:
+            if rank in self._late_ranks:
+                self._late_ranks.remove(rank)
+                self._late_widths[item.account] -= item.width
+            else:
+                self._on_time_widths[item.account][item.ttft_s] -= item.width
             self._widths[item.account] -= item.width
             if not self._widths[item.account]:
+                del self._late_widths[item.account]
                 del self._widths[item.account]
                 self._heaps.pop(item.account, None)
-                self._by_time_left.pop(item.account, None)
+                self._on_time_widths.pop(item.account, None)
                 self._late.pop(item.account, None)
         return item
 
@@ -321,6 +329,47 @@ class AdmissionQueue(Generic[QueuedT]):
             }
             for account in self._given.keys() - self._counters.keys():
                 del self._given[account]
+
+
+class Expiring(Protocol):
+    """An item that stops waiting at some time. is_over: whether it has."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+
+ExpiringT = TypeVar("ExpiringT", bound=Expiring)
+
+
+class LastStarts(Generic[ExpiringT]):
+    """Waiting items by the last time at which they can start and still end by their deadline."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, ExpiringT]] = []
+        """(last start, number, item)."""
+        self._num_added = 0
+
+    def add(self, start_s: float, item: ExpiringT) -> None:
+        if start_s < math.inf:
+            self._num_added += 1
+            heapq.heappush(self._entries, (start_s, self._num_added, item))
+
+    def due(self, now_s: float) -> list[ExpiringT]:
+        """Remove and return the waiting items that should have started."""
+        due = []
+        while self._entries and self._entries[0][0] <= now_s:
+            due.append(heapq.heappop(self._entries)[-1])
+        return [item for item in due if not item.is_over]
+
+    def next_s(self, num_waiting: int) -> float:
+        """Time of the next one; infinite if there is none. num_waiting: bounds what is kept of
+        others."""
+        entries = self._entries
+        if len(entries) > 2 * num_waiting + _NUM_REMOVED:
+            entries[:] = sorted(entry for entry in entries if not entry[-1].is_over)
+        while entries and entries[0][-1].is_over:
+            heapq.heappop(entries)
+        return entries[0][0] if entries else math.inf
 
 
 class _Latest:
@@ -416,13 +465,16 @@ def queue_full(num_waiting: int, max_size: int, clear_s: float | None) -> Overlo
     )
 
 
-def too_late(expected_s: float, left_s: float, *, is_told: bool) -> Overloaded:
+def too_late(
+    expected_s: float, left_s: float, *, is_told: bool, on_time_in_s: float = math.inf
+) -> Overloaded:
     """The error for a request expected to end in `expected_s` seconds, with `left_s` seconds to its
-    deadline. is_told: whether the estimate is good enough to be told."""
+    deadline. is_told: whether the estimate is good enough to be told. on_time_in_s: when one like
+    it would be on time."""
     when = f"in {expected_s:.1f} s, and its deadline" if is_told else "after its deadline, which"
     return Overloaded(
         f"the answer is expected {when} is in {left_s:.1f} s; allow more time, or try again later",
-        retry_after_s=retry_s(expected_s - left_s),
+        retry_after_s=retry_s(min(expected_s - left_s, on_time_in_s)),
     )
 
 

@@ -6,8 +6,8 @@ wake the task. A sequence without room may be overtaken only by smaller ones, an
 number of them, which prevents starvation. A sequence that no ready worker could ever serve is
 skipped. It fails unless a suitable worker comes back within NO_WORKER_GRACE_S.
 
-A sequence that would miss its deadline is refused on arrival, and checked again at its turn: work
-for a client that has given up delays all others.
+A sequence that would miss its deadline is refused on arrival. One that waits is refused as soon as
+it is too late to start: work for a client that has given up delays all others.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest, NoWorkers, Overloaded
-from baton.types import DEFAULT_MAX_PREFIXES, Rank, SequenceSpec, Tier
+from baton.types import DEFAULT_MAX_PREFIXES, Rank, SequenceSpec, Slo, Tier
 from gateway.long_work import LONG_PIECE, Pacer, in_pieces
-from gateway.routing.admission import AdmissionQueue, WaitEstimate, queue_full, too_late
+from gateway.routing.admission import (
+    AdmissionQueue,
+    LastStarts,
+    WaitEstimate,
+    queue_full,
+    too_late,
+)
 from gateway.routing.fleet import Fleet, Worker
 from gateway.routing.history import Digest, PrefixAffinity, PrefixHasher, prefix_digests
 from gateway.routing.placement import NUM_DRAWN, Placement, plan
@@ -62,6 +68,22 @@ Placing = Callable[[Need, Fleet, Mapping[str, int], bytes], Plan | Verdict]
 OnPlace = Callable[[Placement | BatonError], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What admission needs to know of a request.
+
+    account: to be charged. width: places that it takes. num_tokens: of its prompt, perhaps
+    estimated. max_tokens: of an output. deadline_s: on the event loop's clock. slo: its targets;
+    None for the fleet's."""
+
+    account: bytes
+    width: int
+    num_tokens: int
+    max_tokens: int
+    deadline_s: float
+    slo: Slo | None
+
+
 @dataclass(slots=True, eq=False)
 class Waiting:
     """A sequence in the queue."""
@@ -76,7 +98,8 @@ class Waiting:
     deadline_s: float
     """On the event loop's clock, seconds; `late_s`, too."""
     late_s: float
-    """Time from which its first token misses its target; infinite without."""
+    """Time from which its first token misses its target; infinite without, -infinite if it was late
+    on arrival."""
     ttft_s: float = inf
     """That target; infinite without."""
     rank: Rank = field(init=False)
@@ -141,6 +164,7 @@ class Dispatcher:
         """Whether `_place_all` runs: it takes sequences out of the queue and may put them back."""
         self._num_tries = 0
         self._estimate = WaitEstimate()
+        self._last_starts: LastStarts[Waiting] = LastStarts()
         self._starts_s: OrderedDict[str, float] = OrderedDict()
         """Placement times, by request id."""
         self._spare = SparePlace()
@@ -225,7 +249,10 @@ class Dispatcher:
                 waiting.answer(place)
                 return waiting
             if not is_return:
-                self._check_wait(waiting, now_s)
+                max_tokens = spec.sampling.max_tokens
+                ask = Ask(account, waiting.width, need.num_tokens, max_tokens, deadline_s, spec.slo)
+                waiting.late_s = self._late_s(ask, now_s)
+                self._last_starts.add(self._last_start_s(waiting), waiting)
         except BatonError as error:
             waiting.answer(error)
             return waiting
@@ -267,26 +294,66 @@ class Dispatcher:
         while len(self._hashers) > _MAX_HASHERS:
             self._hashers.popitem(last=False)
 
-    def _check_wait(self, waiting: Waiting, now_s: float) -> None:
-        """Raise Overloaded if the queue is full, or if the estimated wait exceeds the deadline."""
+    def check(self, request_id: str, ask: Ask) -> None:
+        """Raise Overloaded if `place` would refuse a request now, as far as that is known without
+        its tokens. It costs a small part of preparing the request: what is refused under overload
+        is to cost those that run as little as possible."""
+        if not self._queue or not self._fleet.ready(Tier.DECODE):
+            return
+        now_s = asyncio.get_running_loop().time()
+        try:
+            self._late_s(ask, now_s)
+        except Overloaded:
+            self.log.on_arrival(request_id, now_s, ask.num_tokens)
+            self._spare.on_request(ask.account, now_s)
+            raise
+
+    def _late_s(self, ask: Ask, now_s: float) -> float:
+        """Time from which the first token of a request that arrives now would miss its target;
+        -infinite if it waits too long for that. Raises Overloaded if the queue is full, or if it is
+        expected to end after its deadline."""
         queue, estimate = self._queue, self._estimate
+        account, width = ask.account, ask.width
         num_running = sum(worker.num_in_flight for worker in self._fleet.tier(Tier.DECODE))
         if len(queue) >= queue.max_size:
             clear_s = estimate.seconds_for(queue.width, num_running, now_s)
             raise queue_full(len(queue), queue.max_size, clear_s)
-        num_places = queue.width_before(waiting.account, waiting.width) + waiting.width
-        wait_s = estimate.seconds_for(num_places, num_running, now_s)
-        if wait_s is not None:
-            is_told = estimate.is_agreed(now_s)
-            self._check_time(waiting, _WAIT_MARGIN * wait_s, now_s, is_told=is_told)
-
-    def _check_time(self, waiting: Waiting, wait_s: float, now_s: float, *, is_told: bool) -> None:
-        """Raise Overloaded if a sequence that is placed in `wait_s` seconds would end after its
-        deadline. is_told: whether the error says when it would."""
-        expected_s = wait_s + self._estimate.hold_s(waiting.spec.sampling.max_tokens)
-        left_s = waiting.deadline_s - now_s
+        slo = ask.slo or self._fleet.slo
+        late_s = now_s + self._fleet.spare_ttft_s(ask.num_tokens, slo)
+        ttft_s = inf if slo.ttft_s is None else slo.ttft_s
+        place_s = estimate.seconds_for(_WAIT_MARGIN, num_running, now_s)
+        if place_s is None:
+            return late_s
+        wait_s = place_s * (queue.width_before(account, width, ttft_s) + width)
+        on_time_in_s = now_s + wait_s - late_s
+        if on_time_in_s > 0:
+            late_s = -inf
+            wait_s = place_s * (queue.width_before_late(account, width) + width)
+        expected_s = wait_s + estimate.hold_s(ask.max_tokens)
+        left_s = ask.deadline_s - now_s
         if expected_s > left_s:
-            raise too_late(expected_s, left_s, is_told=is_told)
+            is_told = estimate.is_agreed(now_s)
+            if late_s > -inf:
+                on_time_in_s = inf
+            raise too_late(expected_s, left_s, is_told=is_told, on_time_in_s=on_time_in_s)
+        return late_s
+
+    def _last_start_s(self, waiting: Waiting) -> float:
+        """Time at which it must be placed to end by its deadline; infinite for what was placed
+        before."""
+        hold_s = self._estimate.hold_s(waiting.spec.sampling.max_tokens)
+        return inf if waiting.is_return else waiting.deadline_s - hold_s
+
+    def _refuse_hopeless(self, waitings: Iterable[Waiting], now_s: float) -> None:
+        """Refuse those that would miss their deadline if they were placed now."""
+        for waiting in waitings:
+            start_s = self._last_start_s(waiting)
+            if start_s > now_s:  # running times are shorter than they were
+                self._last_starts.add(start_s, waiting)
+                continue
+            self._queue.remove(waiting)
+            left_s = waiting.deadline_s - now_s
+            waiting.answer(too_late(waiting.deadline_s - start_s, left_s, is_told=True))
 
     def cancel(self, waiting: Waiting) -> None:
         """Stop waiting. Idempotent."""
@@ -344,13 +411,15 @@ class Dispatcher:
             self._wake.clear()
             self._queue.has_held = False
             self._is_placing = True
+            self._refuse_hopeless(self._last_starts.due(loop.time()), loop.time())
             is_full = self._place_all(loop.time())
             held_until_s = self._place_held(loop.time())
             self._is_placing = False
             if is_full and len(self._fleet.workers) > _MANY_WORKERS:
                 await asyncio.sleep(_SEARCH_PAUSE_S)
             since_s = min(self._stranded_s.values(), default=inf)
-            until_s = min(since_s + NO_WORKER_GRACE_S, held_until_s)
+            last_start_s = self._last_starts.next_s(len(self._queue))
+            until_s = min(since_s + NO_WORKER_GRACE_S, held_until_s, last_start_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(until_s if until_s < inf else None):
                     await self._wake.wait()
@@ -395,11 +464,8 @@ class Dispatcher:
             if not all(map(waiting.may_overtake, blocked)):
                 blocked.append(waiting)
                 continue
-            try:
-                if not waiting.is_return:
-                    self._check_time(waiting, 0.0, now_s, is_told=True)
-            except Overloaded as late:
-                waiting.answer(late)
+            if self._last_start_s(waiting) < now_s:
+                self._refuse_hopeless((waiting,), now_s)
                 continue
             place = self._place(waiting, now_s)
             if isinstance(place, Placement):

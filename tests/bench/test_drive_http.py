@@ -26,6 +26,8 @@ DONE = b"data: [DONE]\n\n"
         (HEAD + b'data: {"error": {"message": "no"}}\n\n' + DONE, "BROKEN", 0),
         (b'HTTP/1.1 429 Too Many Requests\r\n\r\n{"error": {}}', "BROKEN", 0),
         (b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 2\r\n\r\n{}", "OVERLOADED", 0),
+        (b"HTTP/1.1 408 Request Timeout\r\n\r\n{}", "DEADLINE_EXCEEDED", 0),
+        (HEAD + b'data: {"error": {"type": "timeout_error"}}\n\n', "DEADLINE_EXCEEDED", 0),
         (b"", "BROKEN", 0),
     ],
 )

@@ -18,7 +18,14 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.client.results import models_of
 from baton.config import GatewayOptions
-from baton.errors import BatonError, ConfigError, InvalidRequest, ModelNotFound, NoWorkers
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    InvalidRequest,
+    ModelNotFound,
+    NoWorkers,
+    Overloaded,
+)
 from baton.rpc.channel import aio_channel
 from baton.rpc.status import from_rpc_error
 from baton.service import ReadyReport
@@ -26,6 +33,7 @@ from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from gateway import server as server_module
 from gateway.server import SERVICE_NAME, serve_gateway
+from gateway.service import usable_time_s
 from tests.support.fake_workers import expected_output, expected_outputs, make_info
 from tests.support.gateway_world import make_spec
 from tests.support.grpc_workers import GrpcWorker, serving
@@ -122,6 +130,35 @@ async def test_a_request_streams_from_both_tiers(model_path: Path) -> None:
         # The client's own name, made unique.
         assert headers["x-request-id"] == last.request_id
         assert last.request_id.startswith("mine.1-")
+
+
+async def test_a_full_queue_refuses_before_anything_else_is_done(model_path: Path) -> None:
+    decode = GrpcWorker(make_info("d", Tier.DECODE), is_holding=True)
+    async with (
+        serving(decode) as d,
+        gateway(model_path, decode_workers=(d.address,), max_queue_size=1) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        wrong = generate_request(ids_prompt(10**6))
+        # More than the worker has places for, and the queue.
+        running = [stub.Generate(generate_request(ids_prompt(1, number))) for number in range(32)]
+        while not isinstance(error := await refusal(stub.Generate(wrong)), Overloaded):
+            assert isinstance(error, InvalidRequest)
+        assert error.retry_after_s is not None
+        assert error.request_id.startswith("req-")
+        for call in running:
+            call.cancel()
+        while isinstance(await refusal(stub.Generate(wrong)), Overloaded):
+            pass
+
+
+def test_the_status_of_what_takes_too_long_leaves_before_the_deadline() -> None:
+    assert usable_time_s(None) is None
+    for remaining_s in (1e-3, 0.1, 5.0, 600.0):
+        usable_s = usable_time_s(remaining_s)
+        assert usable_s is not None
+        assert 0.89 * remaining_s <= usable_s < remaining_s
+        assert remaining_s - usable_s <= 0.02 + 1e-9
 
 
 @pytest.mark.few_cases(1)

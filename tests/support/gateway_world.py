@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.errors import BatonError
-from baton.types import UNKNOWN_NUMERICS, NumericsClass, Sampling, SequenceSpec, Tier
+from baton.types import (
+    NO_SLO,
+    UNKNOWN_NUMERICS,
+    NumericsClass,
+    Sampling,
+    SequenceSpec,
+    Slo,
+    Tier,
+)
 from baton.v1 import inference_pb2
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import ChoiceSoFar, TextOptions, ValidatedRequest
@@ -214,14 +222,16 @@ async def gateway_world(
     prefill_numerics: Sequence[NumericsClass] = (UNKNOWN_NUMERICS,),
     decode_numerics: Sequence[NumericsClass] = (UNKNOWN_NUMERICS,),
     weights: Mapping[bytes, float] | None = None,
+    slo: Slo = NO_SLO,
     **decode_options: Any,
 ) -> AsyncIterator[World]:
     """A gateway over fresh fake workers. At its end no task of the gateway is left.
 
-    prefill_numerics, decode_numerics: of the workers, over and over. weights: of accounts."""
+    prefill_numerics, decode_numerics: of the workers, over and over. weights: of accounts.
+    slo: of the fleet."""
     prefill_addresses = [f"p{i}:1" for i in range(num_prefills)]
     decode_addresses = [f"d{i}:1" for i in range(num_decodes)]
-    fleet = Fleet(prefill_addresses, decode_addresses, numerics_policy=numerics_policy)
+    fleet = Fleet(prefill_addresses, decode_addresses, numerics_policy=numerics_policy, slo=slo)
     dispatcher = Dispatcher(fleet, max_queue_size=max_queue_size, key=b"k" * 16, weights=weights)
     decodes = [
         FakeDecode(

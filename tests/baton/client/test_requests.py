@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_type_hints
 
+import grpc.aio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +33,7 @@ from baton.client.requests import (
     sampling_message,
     tokenize_request,
 )
-from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, WorkerLost
 from baton.v1 import inference_pb2, sampling_pb2
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -308,6 +310,18 @@ def test_retries_are_counted_and_end_before_the_deadline(
         now_s += delay_s
         assert attempts.remaining_s(now_s) > 0
     assert num_retries <= max_retries
+
+
+@pytest.mark.parametrize(
+    ("left_s", "kind"), [(-1.0, DeadlineExceeded), (0.001, DeadlineExceeded), (60.0, WorkerLost)]
+)
+def test_a_call_that_was_cancelled_at_its_deadline_was_too_late(
+    left_s: float, kind: type[BatonError]
+) -> None:
+    cancelled = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, details="")
+    attempts = Attempts(0, time.monotonic() + left_s)
+    settings = Settings.of("h:1", 60.0, (), 0)
+    assert type(settings.error_of(cancelled, "r-1", attempts)) is kind
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("x"), BatonError("x")])

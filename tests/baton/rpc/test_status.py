@@ -190,6 +190,21 @@ def test_errors_of_the_transport_are_typed_too(
     assert error.request_id == "r-1"
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("", DeadlineExceeded), ("RST_STREAM", DeadlineExceeded), ("Locally cancelled", Cancelled)],
+)
+def test_a_call_that_its_server_cancels_after_the_deadline_is_too_late(
+    text: str, kind: type[BatonError]
+) -> None:
+    lost = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, details=text)
+    assert type(from_rpc_error(lost, is_over=True)) is kind
+    status = to_status(Overloaded("full"))
+    trailing = grpc.aio.Metadata(*status.trailing_metadata)
+    rich = grpc.aio.AioRpcError(status.code, trailing_metadata=trailing, details="full")
+    assert type(from_rpc_error(rich, is_over=True)) is Overloaded
+
+
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"", b"\x08\x03\x12\x01x"])
 def test_details_that_cannot_be_read_are_ignored(raw: bytes) -> None:
     trailing = grpc.aio.Metadata((DETAILS_KEY, raw))

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded, Overloaded
-from baton.types import Rank, SequenceSpec, across_accounts
-from gateway.routing.admission import LATE_EVERY, AdmissionQueue, WaitEstimate
+from baton.types import Rank, SequenceSpec, Slo, across_accounts
+from gateway.routing.admission import LATE_EVERY, AdmissionQueue, LastStarts, WaitEstimate
+from gateway.routing.dispatcher import Ask
 from gateway.routing.router import Need
 from tests.support.gateway_world import World, gateway_world, make_spec
 from tests.support.virtual_loop import run_virtual
@@ -99,48 +100,6 @@ def test_late_items_get_one_place_of_so_many_while_others_wait(
             return
         if late:
             assert order.pop(0) == late.pop(0)
-
-
-@given(
-    items=st.lists(
-        st.builds(
-            Item,
-            number=st.integers(0, 200),
-            account=st.sampled_from([b"a", b"b"]),
-            priority=st.integers(-1, 1),
-            late_s=st.floats(0, 100),
-        ),
-        unique_by=lambda item: item.rank,
-        max_size=60,
-    ),
-    is_put_back=st.lists(st.booleans(), min_size=1, max_size=20),
-)
-def test_under_overload_each_item_is_served_once_and_most_time_left_first(
-    items: list[Item], is_put_back: list[bool]
-) -> None:
-    queue: AdmissionQueue[Item] = AdmissionQueue(100)
-    queue.add(Item(1000, b"c", late_s=0.0))
-    queue.add(Item(1001, b"c"))
-    assert queue.pop(0.0) is not None  # and the other one is known to be late
-    for item in items:
-        queue.add(item)
-    waiting, order, number = [*items], list[Item](), 0
-    while (popped := queue.pop(now_s := float(number))) is not None:
-        number += 1
-        if is_put_back[number % len(is_put_back)] and number < 300:
-            queue.add(popped)
-            continue
-        queue.charge(popped)
-        if popped.account != b"c":
-            order.append(popped)
-            waiting.remove(popped)
-            if popped.late_s > now_s and len(queue) > len(waiting):
-                own = [i for i in waiting if i.account == popped.account and i.late_s > now_s]
-                assert all(
-                    (popped.priority, -popped.late_s) <= (i.priority, -i.late_s) for i in own
-                )
-    assert sorted(item.rank for item in order) == sorted(item.rank for item in items)
-    assert not any((queue._heaps, queue._by_time_left, queue._late))
 
 
 def test_an_item_is_late_from_its_time_on() -> None:
@@ -288,19 +247,88 @@ def test_what_is_removed_leaves_nothing_behind_better_ones_that_stay(late_s: flo
         queue.remove(worse)
     by_rank = (heap for heaps in (queue._heaps, queue._late) for heap in heaps.values())
     assert sum(map(len, by_rank)) < 200
-    assert sum(map(len, queue._by_time_left.values())) < 100
     assert [item.number for item in served(queue)] == [0, 1, 2]
 
 
-def test_while_some_are_late_tight_targets_go_first_and_the_newest_of_these() -> None:
-    queue: AdmissionQueue[Item] = AdmissionQueue(10)
-    late = Item(0, b"a", ttft_s=1.0, late_s=1.0)
-    tight = [Item(i, b"a", ttft_s=1.0, late_s=2.0 + 0.1 * i) for i in (1, 2, 3)]
-    loose = Item(4, b"a", ttft_s=60.0, late_s=65.0)
-    for item in (loose, late, *tight):
+def test_what_was_late_on_arrival_keeps_the_others_in_their_order() -> None:
+    """It takes one place of LATE_EVERY, and the one that is due first still goes first."""
+    queue: AdmissionQueue[Item] = AdmissionQueue(100)
+    late = [Item(i, b"a", ttft_s=1.0, late_s=-inf) for i in range(3)]
+    on_time = [Item(100 + i, b"a", ttft_s=1.0, late_s=2.0 + i) for i in range(3 * LATE_EVERY)]
+    for item in (*late, *on_time):
         queue.add(item)
-    # What is late is found when it is its turn.
-    assert served(queue, 2.0) == [tight[0], tight[2], tight[1], loose, late]
+    order = served(queue, 1.0)
+    assert [item for item in order if item in on_time] == on_time
+    assert [order.index(item) for item in late] == [
+        (i + 1) * LATE_EVERY - 1 for i in range(len(late))
+    ]
+
+
+@given(
+    late=st.lists(st.sampled_from([b"a", b"b"]), max_size=12),
+    on_time=st.lists(st.sampled_from([b"a", b"b"]), max_size=40),
+    account=st.sampled_from([b"a", b"b"]),
+    is_late=st.booleans(),
+)
+def test_the_places_before_an_item_are_known_for_both_kinds(
+    late: list[bytes], on_time: list[bytes], account: bytes, *, is_late: bool
+) -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(200)
+    for number, of in enumerate(late):
+        queue.add(Item(number, of, late_s=-inf))
+    if is_late:
+        # Others keep coming in time, of both accounts alike.
+        expected = queue.width_before_late(account, 1)
+        for number in range(30 * LATE_EVERY):
+            queue.add(Item(1000 + number, (b"a", b"b")[number % 2]))
+        last = Item(500, account, late_s=-inf)
+    else:
+        for number, of in enumerate(on_time):
+            queue.add(Item(100 + number, of))
+        expected = queue.width_before(account, 1)
+        last = Item(500, account)
+    queue.add(last)
+    assert abs(served(queue).index(last) - expected) <= (2 * LATE_EVERY if is_late else 3)
+
+
+@dataclass(eq=False)
+class Starting:
+    """For LastStarts."""
+
+    start_s: float
+    is_over: bool = False
+
+
+@given(
+    starts=st.lists(st.tuples(st.floats(0, 10), st.booleans()), max_size=30),
+    now_s=st.floats(0, 10),
+)
+def test_what_can_start_no_more_is_found_once(
+    starts: list[tuple[float, bool]], now_s: float
+) -> None:
+    last_starts: LastStarts[Starting] = LastStarts()
+    items = [Starting(*start) for start in starts]
+    for item in items:
+        last_starts.add(item.start_s, item)
+    last_starts.add(inf, Starting(inf))
+    due = last_starts.due(now_s)
+    assert sorted(map(id, due)) == sorted(
+        id(item) for item in items if item.start_s <= now_s and not item.is_over
+    )
+    assert [item.start_s for item in due] == sorted(item.start_s for item in due)
+    assert last_starts.due(now_s) == []
+    left = [item.start_s for item in items if item.start_s > now_s and not item.is_over]
+    assert last_starts.next_s(len(left)) == min(left, default=inf)
+
+
+def test_of_what_waits_no_more_little_is_kept() -> None:
+    last_starts: LastStarts[Starting] = LastStarts()
+    last_starts.add(1e9, waiting := Starting(1e9))
+    for number in range(10_000):
+        last_starts.add(1e6 + number, Starting(1e6, is_over=True))
+        last_starts.next_s(1)
+    assert len(last_starts._entries) < 100
+    assert last_starts.due(1e9) == [waiting]
 
 
 @given(batch=st.integers(1, 16), pause_s=st.floats(0.1, 20), idle_s=st.floats(0, 1e4))
@@ -394,9 +422,10 @@ def long_spec(name: str, arrival_ns: int) -> SequenceSpec:
 
 
 async def goodput(
-    world: World, rate_per_s: float, timeout_s: float, for_s: float
+    world: World, rate_per_s: float, timeout_s: float, for_s: float, ttft_s: float = inf
 ) -> tuple[int, list[float]]:
-    """Answers in time at a rate of requests, and how long refusals took."""
+    """Answers in time at a rate of requests, with their first token within ttft_s, and how long
+    refusals took."""
     loop = asyncio.get_running_loop()
     num_good, refusals_s = 0, []
 
@@ -405,8 +434,8 @@ async def goodput(
         begin_s = loop.time()
         try:
             spec = make_spec(f"{rate_per_s}-{number}", arrival_ns=number, max_tokens=100)
-            await world.generate(spec, timeout_s=timeout_s)
-            num_good += 1
+            client = await world.generate(spec, timeout_s=timeout_s)
+            num_good += client.times_s[0] - begin_s <= ttft_s
         except Overloaded:
             refusals_s.append(loop.time() - begin_s)
         except DeadlineExceeded:
@@ -435,6 +464,91 @@ def test_goodput_stays_when_ten_times_as_much_is_asked_for() -> None:
             assert refusals_s[int(0.99 * len(refusals_s))] <= 0.05
 
     run_virtual(main(), max_time_s=1e5)
+
+
+@pytest.mark.slow
+def test_with_a_target_ten_times_the_load_is_refused_at_once_and_the_rest_meets_it() -> None:
+    async def main() -> None:
+        async with gateway_world(
+            num_prefills=0, max_num_seqs=4, num_blocks=10_000, slo=Slo(ttft_s=2.0)
+        ) as world:
+            loop = asyncio.get_running_loop()
+            begin_s = loop.time()
+            await asyncio.gather(*(world.generate(long_spec(f"w{i}", i)) for i in range(8)))
+            one_s = (loop.time() - begin_s) / 2
+            capacity = 4 / one_s
+            # As a deadline of 5 s and a target of 2 s are to answers of 0.7 s.
+            timeout_s, target_s, for_s = 7 * one_s, 3 * one_s, 25 * one_s
+            world.fleet.slo = Slo(ttft_s=target_s)
+            good, refusals_s = await goodput(world, 10 * capacity, timeout_s, for_s, target_s)
+            # All but the places that late ones get.
+            assert good >= 0.95 * (1 - 1 / LATE_EVERY) * capacity * for_s
+            refusals_s.sort()
+            assert refusals_s[int(0.99 * len(refusals_s))] <= 0.05
+            # Everyone else was answered in time: none waited for nothing.
+            assert len(refusals_s) <= 10 * capacity * for_s - 0.95 * capacity * for_s
+
+    run_virtual(main(), max_time_s=1e5)
+
+
+@pytest.mark.slow
+def test_the_door_refuses_just_whom_the_queue_would_refuse() -> None:
+    async def main() -> None:
+        async with gateway_world(
+            num_prefills=0, max_num_seqs=4, num_blocks=10_000, slo=Slo(ttft_s=1.0)
+        ) as world:
+            loop, dispatcher = asyncio.get_running_loop(), world.dispatcher
+            begin_s = loop.time()
+            await world.generate(long_spec("known", 0))
+            one_s = loop.time() - begin_s
+            world.fleet.slo = Slo(ttft_s=3 * one_s)
+            flood = asyncio.create_task(goodput(world, 40 / one_s, 6 * one_s, 4 * one_s))
+            seen, numbers = Counter[bool](), itertools.count(10**6)
+            for account, share, width in itertools.product(
+                (b"", b"other"), (0.5, 1.5, 3.0, 6.0, 12.0), (1, 3)
+            ):
+                await asyncio.sleep(0.1 * one_s)
+                spec = make_spec(f"d{next(numbers)}", max_tokens=100, num_choices=width)
+                deadline_s = loop.time() + share * one_s
+                ask = Ask(account, width, spec.num_tokens, 100, deadline_s, None)
+                has_queue, is_refused = dispatcher.num_waiting > 0, False
+                try:
+                    dispatcher.check(spec.request_id, ask)
+                except Overloaded:
+                    is_refused = True
+                answers = list[object]()
+                waiting = dispatcher.place(
+                    spec, Need.of(spec), answers.append, account=account, deadline_s=deadline_s
+                )
+                dispatcher.cancel(waiting)
+                would_be = any(isinstance(each, Overloaded) for each in answers)
+                assert is_refused == (has_queue and would_be)
+                seen[is_refused] += 1
+            assert min(seen.values()) >= 3
+            await flood
+
+    run_virtual(main(), max_time_s=1e5)
+
+
+@pytest.mark.slow
+def test_what_can_end_in_time_no_more_is_refused_while_it_waits() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=0, max_num_seqs=1, num_blocks=1000) as world:
+            loop = asyncio.get_running_loop()
+            begin_s = loop.time()
+            await world.generate(make_spec("known", max_tokens=20))
+            one_s = loop.time() - begin_s
+            # Longer than was expected: the one behind it was taken.
+            long = asyncio.create_task(world.generate(make_spec("long", max_tokens=150)))
+            await asyncio.sleep(0.1 * one_s)
+            began_s = loop.time()
+            with pytest.raises(Overloaded, match="the answer is expected in") as caught:
+                await world.generate(make_spec("x", max_tokens=20), timeout_s=3 * one_s)
+            assert began_s < loop.time() <= began_s + 2.1 * one_s
+            assert caught.value.retry_after_s is not None
+            await long
+
+    run_virtual(main(), max_time_s=3600)
 
 
 @pytest.mark.slow
