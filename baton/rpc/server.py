@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]
 
 from baton.errors import ConfigError
 from baton.rpc import health
+from baton.rpc.acceptor import make_server
 from baton.rpc.bind import bind_fault
 from baton.rpc.channel import (
     KEEPALIVE_MS,
@@ -144,11 +145,8 @@ async def start_server(
     Raises ConfigError if the address cannot be bound.
     """
     interceptor = ErrorInterceptor(max_fields)
-    server = grpc.aio.server(
-        interceptors=(interceptor, *interceptors),
-        options=(*server_options(keepalive_ms), ("grpc.so_reuseport", int(reuse_port))),
-        maximum_concurrent_rpcs=max_concurrent_rpcs,
-    )
+    options = (*server_options(keepalive_ms), ("grpc.so_reuseport", int(reuse_port)))
+    server = make_server((interceptor, *interceptors), options, max_concurrent_rpcs)
     names = tuple(register(server))
     health_service = health.HealthService(names, is_serving=is_serving)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
