@@ -1,6 +1,6 @@
 """A fleet under recorded loads: the planner beside fixed shapes.
 
-    python -m bench.fleet TRACE ... [--workers 8] [--seconds 60] [--factor 0.7 --factor 10 ...]
+    python -m bench.fleet LOAD ... [--workers 8] [--seconds 60] [--factor 0.7 --factor 10 ...]
         [--ttft-ms 3000 --tpot-ms 30] [--seeds 2] [--write docs/fleet.md]
     python -m bench.fleet TRACE ... --day [--write docs/fleet.md]
 
@@ -9,8 +9,9 @@ schedulers, costs and policies of the workers are the real code under a virtual 
 as long as `--costs` say: what workers publish as fits of their recorded steps. What is left out of
 a worker is compared with whole worker cores in the same run, on a small load.
 
-TRACE is a file as engine/plan/trace.py reads it. Load factors are relative to an estimate of what
-the fleet can do (runs.capacity). Each contender starts cold; the first 30 % of a run do not count.
+LOAD is a file as engine/plan/trace.py reads it, or several, joined by "+", that follow one another:
+a load that changes. Load factors are relative to an estimate of what the fleet can do with a trace
+(runs.capacity). Each contender starts cold; the first 30 % of a run do not count.
 
 Contenders: the best of some fixed splits; colocated workers with chunks of one size that take the
 next request by the fewest sequences, and by cached prefixes (the best of two sizes); colocated
@@ -36,18 +37,39 @@ import typer
 from baton.types import Slo, StepCosts
 from bench.fleet.contenders import families
 from bench.fleet.day import markdown as days
-from bench.fleet.runs import Figures, Run, capacity, figures_of, load_of
+from bench.fleet.runs import Figures, Run, capacity, figures_of, load_in_turn
 from bench.fleet.validation import Deviation, deviations
 from bench.fleet.worker import Hardware
 from bench.suite.markdown import Goal, goal_line, number, replaced, table
-from engine.plan.trace import read_trace
+from engine.plan.trace import TraceEntry, read_trace
 
 #: By the roofline: a model of 8 billion parameters in 16 bits on an H100.
 H100_8B = "0.0085,0.00012,0.0085,0.00005"
-PLANNED = "planned"
+PLANNED, SPLIT = "planned", "static split"
 FACTORS = (0.5, 0.8, 10.0)
+#: Of loads that change.
+CHANGING_FACTORS = (0.8,)
 #: From this load factor on, a load is an overload: the planner is measured alone, with one seed.
 OVERLOAD = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Traces that follow one another, as long each; one: a load that does not change."""
+
+    name: str
+    traces: Sequence[Sequence[TraceEntry]]
+
+    @classmethod
+    def of(cls, paths: str) -> Load:
+        """paths: joined by "+"."""
+        names = [*map(Path, paths.split("+"))]
+        read = {path: read_trace(path) for path in names}
+        return cls(", ".join(path.stem for path in names), [read[path] for path in names])
+
+    @property
+    def is_changing(self) -> bool:
+        return len(self.traces) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +81,7 @@ class Cell:
     contender: str
     shape: str
     runs: Sequence[Figures]
+    is_changing: bool = False
 
     @property
     def goodput(self) -> float:
@@ -113,15 +136,18 @@ class Fleet:
     num_seeds: int
 
 
-def cells_of(path: Path, fleet: Fleet, factors: Sequence[float]) -> list[Cell]:
-    """All contenders under one trace."""
-    trace = read_trace(path)
-    rate = capacity(trace[:4000], fleet.hardware, fleet.num_workers, fleet.slo)
+def cells_of(load: Load, fleet: Fleet, factors: Sequence[float]) -> list[Cell]:
+    """All contenders under one load."""
+    rates = [
+        capacity(trace[:4000], fleet.hardware, fleet.num_workers, fleet.slo)
+        for trace in load.traces
+    ]
     shapes = families(fleet.hardware, fleet.num_workers, fleet.slo)
     keys, runs = [], []
     for factor in factors:
         for seed in range(fleet.num_seeds):
-            entries = load_of(trace, factor * rate, fleet.seconds, seed)
+            of_factor = [factor * rate for rate in rates]
+            entries = load_in_turn(load.traces, of_factor, fleet.seconds, seed)
             for contender, tried in shapes.items():
                 if factor >= OVERLOAD and (contender != PLANNED or seed):
                     continue
@@ -135,7 +161,7 @@ def cells_of(path: Path, fleet: Fleet, factors: Sequence[float]) -> list[Cell]:
         for contender, tried in shapes.items():
             found = [
                 Cell(
-                    path.stem,
+                    load.name,
                     factor,
                     contender,
                     name,
@@ -144,12 +170,25 @@ def cells_of(path: Path, fleet: Fleet, factors: Sequence[float]) -> list[Cell]:
                         for key, f in zip(keys, figures, strict=True)
                         if key == (factor, contender, name)
                     ],
+                    load.is_changing,
                 )
                 for name in tried
             ]
             if found[0].runs:
                 cells.append(max(found, key=lambda cell: cell.goodput))
     return cells
+
+
+def gains_of_change(cells: Sequence[Cell]) -> Mapping[str, float]:
+    """Goodput of the planner relative to the best static split's, by load that changes."""
+    changing = [cell for cell in cells if cell.is_changing]
+    splits = {(c.trace, c.factor): c.goodput for c in changing if c.contender == SPLIT}
+    return {
+        f"{cell.trace} at {cell.factor:g}": cell.goodput
+        / max(1e-9, splits[cell.trace, cell.factor])
+        for cell in changing
+        if cell.contender == PLANNED
+    }
 
 
 def gains(cells: Sequence[Cell]) -> Mapping[str, float]:
@@ -167,8 +206,8 @@ def markdown(cells: Sequence[Cell], checks: Sequence[Deviation], fleet: Fleet, c
     """The table, and whether the goals are met."""
     slo = fleet.slo
     about = (
-        f"By `{command}`, simulated: {fleet.num_workers} workers, {fleet.seconds:g} s a run, "
-        f"{fleet.num_seeds} seeds; inside: first token within {slo.ttft_s:g} s, then "
+        f"By `{command}`, simulated: {fleet.num_workers} workers, {fleet.seconds:g} s of each "
+        f"trace, {fleet.num_seeds} seeds; inside: first token within {slo.ttft_s:g} s, then "
         f"{1e3 * (slo.tpot_s or 0):g} ms a token. ±: half of the range over the seeds.\n"
     )
     goals = [
@@ -178,6 +217,8 @@ def markdown(cells: Sequence[Cell], checks: Sequence[Deviation], fleet: Fleet, c
             {check.shape: 100 * check.worst for check in checks},
         ),
     ]
+    if changed := gains_of_change(cells):
+        goals.insert(1, goal_line(Goal("the same on loads that change", 1.15), changed))
     planned = [cell for cell in cells if cell.contender == PLANNED]
     overloads = [cell for cell in planned if cell.factor >= OVERLOAD]
     if overloads:
@@ -203,10 +244,13 @@ def markdown(cells: Sequence[Cell], checks: Sequence[Deviation], fleet: Fleet, c
 
 
 def main(
-    trace: Annotated[list[Path], typer.Argument(help="Recorded loads: .csv or .jsonl.")],
+    load: Annotated[
+        list[str],
+        typer.Argument(help="Recorded loads: .csv or .jsonl; joined by +, one after another."),
+    ],
     workers: Annotated[int, typer.Option(min=2)] = 4,
-    seconds: Annotated[float, typer.Option(min=1, help="Of each run.")] = 60.0,
-    hours: Annotated[float, typer.Option(min=0, help="Of each run; instead of --seconds.")] = 0.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Of each trace.")] = 60.0,
+    hours: Annotated[float, typer.Option(min=0, help="The same, instead of --seconds.")] = 0.0,
     factor: Annotated[
         list[float] | None, typer.Option(help="Load factor; may be repeated.")
     ] = None,
@@ -226,10 +270,16 @@ def main(
     slo = Slo(ttft_ms / 1e3, tpot_ms / 1e3)
     command = " ".join(["python -m bench.fleet", *_names(sys.argv[1:])])
     if day:
-        part, body = "fleet-day", days(trace, hardware, slo, command)
+        part, body = "fleet-day", days([*map(Path, load)], hardware, slo, command)
     else:
         fleet = Fleet(hardware, workers, slo, 3600 * hours or seconds, seeds)
-        cells = [cell for path in trace for cell in cells_of(path, fleet, factor or FACTORS)]
+        cells = [
+            cell
+            for each in map(Load.of, load)
+            for cell in cells_of(
+                each, fleet, factor or (CHANGING_FACTORS if each.is_changing else FACTORS)
+            )
+        ]
         part, body = "fleet", markdown(cells, deviations(), fleet, command)
     typer.echo(body)
     if write:
@@ -239,7 +289,12 @@ def main(
 
 def _names(words: Sequence[str]) -> list[str]:
     """Command-line words, traces by their names."""
-    return [Path(word).name if word.endswith((".csv", ".jsonl")) else word for word in words]
+    return [
+        "+".join(Path(part).name for part in word.split("+"))
+        if word.endswith((".csv", ".jsonl"))
+        else word
+        for word in words
+    ]
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -1,19 +1,18 @@
-"""A gateway and its simulated workers, to be made inside a virtual loop.
+"""Gateways and their simulated workers, to be made inside a virtual loop.
 
-Fleet, dispatcher with admission and router, planner: the real ones. A request's way between them is
-short here: placed, computed, handed over, decoded. What a lost worker had is placed again and goes
-on, its tokens so far being computed anew.
+A request's way is short here: placed, computed, handed over, decoded. What a lost worker had is
+placed again and goes on, its tokens so far being computed anew. Where its gateway is lost, its
+client goes on so at another one, with the tokens that it has.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
 
-from baton.errors import BatonError
-from baton.registry.lease import SoleLease
+from baton.errors import BatonError, FieldViolation, InvalidRequest
 from baton.types import (
     Role,
     Sampling,
@@ -22,16 +21,15 @@ from baton.types import (
     Tier,
     WorkerIdentity,
     WorkerInfo,
+    WorkerLoad,
 )
+from bench.fleet.failures import Failure
+from bench.fleet.gateways import Gateway, Registry
 from bench.fleet.worker import Hardware, Running, WorkerModel
 from engine.plan.trace import TraceEntry
-from gateway.routing.dispatcher import Dispatcher, Placing
-from gateway.routing.fleet import Fleet, WorkerState
+from gateway.routing.dispatcher import Placing, Waiting
 from gateway.routing.placement import Outcome, Placement, plan
-from gateway.routing.planner.steering import Steering
 from gateway.routing.router import Need
-from tests.support.sim_load import inline
-from tests.support.stub_link import StubLink
 from worker_core.policy import Policy, policy_of
 
 
@@ -47,18 +45,6 @@ class Shape:
     """Of a step; None: as the hardware says."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """Workers that are lost at once, one of so many, and come back. Times in seconds from the start
-    of the load."""
-
-    name: str
-    at_s: float
-    down_s: float
-    one_of: int
-    first: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class Answer:
     """What became of a request. Times in seconds; inf: never."""
@@ -69,12 +55,19 @@ class Answer:
     end_s: float = float("inf")
     refused_s: float | None = None
     num_restarts: int = 0
-    """Workers that were lost with it."""
+    """Workers and gateways that were lost with it."""
+    num_tokens: int = 0
+    """That its client got."""
 
     @property
     def is_broken(self) -> bool:
         """Whether it was begun and not finished."""
         return self.refused_s is not None and self.first_s < float("inf")
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether its client got more tokens than there are, or fewer and yet an end."""
+        return self.end_s < float("inf") and self.num_tokens != self.num_output
 
     @property
     def tpot_s(self) -> float:
@@ -90,7 +83,7 @@ class Answer:
 
 class Cluster:
     """num_hit_tokens, num_prompt_tokens: of prompts, cached and all. num_sent_bytes: of KV that was
-    handed over."""
+    handed over. registry: that its gateways share, if they are several."""
 
     def __init__(
         self,
@@ -100,44 +93,59 @@ class Cluster:
         piece_tokens: int,
         seed: int = 0,
         max_queue_size: int = 1024,
+        num_gateways: int = 1,
     ) -> None:
         if shape.max_num_batched_tokens:
             most = shape.max_num_batched_tokens
             hardware = replace(hardware, max_num_batched_tokens=most)
-        self.hardware, self.slo = hardware, slo
+        self.hardware, self.slo, self._shape = hardware, slo, shape
         self._loop = asyncio.get_running_loop()
         self.spec = hardware.spec
-        names = [(f"w{number}:1", policy) for number, policy in enumerate(shape.policies)]
-        self.fleet = Fleet(
-            [name for name, policy in names if policy.role is Tier.PREFILL],
-            [name for name, policy in names if policy.role is Tier.DECODE],
-            slo=slo,
-        )
-        self.dispatcher = Dispatcher(
-            self.fleet,
-            max_queue_size=max_queue_size,
-            key=seed.to_bytes(16, "big"),
-            placing=shape.placing,
-        )
+        self._policies = {f"w{number}:1": policy for number, policy in enumerate(shape.policies)}
+        self._seed, self._max_queue_size = seed, max_queue_size
+        self._piece_tokens = piece_tokens
+        self.registry = Registry()
+        self._is_alone = num_gateways == 1
+        self._num_started = 0
+        """Gateways, since the start."""
+        self.num_changes = 0
+        """Roles that planners changed."""
+        self._terms: dict[str, int] = {}
+        """Latest term in which a role was ordered, by worker."""
         self.workers: dict[str, WorkerModel] = {}
+        """By name; lost ones are absent."""
         self.live: dict[_Request, None] = {}
         """Requests that were not answered yet."""
         self.num_hit_tokens = self.num_prompt_tokens = self.num_sent_bytes = 0
-        self._piece_tokens = piece_tokens
-        self._policies = dict(names)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.gateways: list[Gateway] = []
+        for _ in range(num_gateways):
+            self._start_gateway()
         for name in self._policies:
-            self._start(name)
-        self._steering = Steering(
-            self.fleet, self.dispatcher.log, SoleLease(), self._set_role, inline
-        )
-        self._tasks = [asyncio.create_task(self.dispatcher.run())]
-        if shape.is_planned:
-            self._tasks.append(asyncio.create_task(self._steering.run()))
+            self._start_worker(name)
 
-    def _start(self, name: str) -> None:
-        """Start a worker in its first role, with empty caches."""
+    def _start_gateway(self) -> None:
+        """Start one, which joins all workers."""
+        gateway = Gateway(
+            f"g{self._num_started}",
+            {worker: policy.role for worker, policy in self._policies.items()},
+            self.slo,
+            self._shape.placing,
+            self._set_role,
+            key=(self._seed + (self._num_started << 64)).to_bytes(16, "big"),
+            max_queue_size=self._max_queue_size,
+            is_planned=self._shape.is_planned,
+            registry=None if self._is_alone else self.registry,
+        )
+        self._num_started += 1
+        self.gateways.append(gateway)
+        for worker in self.workers.values():
+            gateway.join(worker.name, self._info_of(worker.name))
+            worker.report()
+
+    def _info_of(self, name: str) -> WorkerInfo:
         policy, hardware = self._policies[name], self.hardware
-        info = WorkerInfo(
+        return WorkerInfo(
             WorkerIdentity(name, 1),
             policy.role,
             self.spec.model,
@@ -149,81 +157,100 @@ class Cluster:
             hardware.max_num_batched_tokens,
             policy.local_prefill.max_shared_tokens,
         )
-        self.fleet.join(name, info, StubLink())
+
+    def _start_worker(self, name: str) -> None:
+        """Start a worker in its first role, with empty caches."""
+        for gateway in self.gateways:
+            gateway.join(name, self._info_of(name))
         self.workers[name] = WorkerModel(
-            name, hardware, policy, self._piece_tokens, self.fleet.report, self._move
+            name, self.hardware, self._policies[name], self._piece_tokens, self._report
         )
 
-    def expect(self, outages: Sequence[Outage]) -> None:
-        """Lose workers at these times from now."""
-        self._tasks += [asyncio.create_task(self._fail(outage)) for outage in outages]
+    def _report(self, name: str, load: WorkerLoad) -> None:
+        for gateway in self.gateways:
+            gateway.fleet.report(name, load)
 
-    async def _fail(self, outage: Outage) -> None:
-        await asyncio.sleep(outage.at_s)
-        names = [*self.workers][outage.first :: outage.one_of]
+    def expect(self, failures: Sequence[Failure]) -> None:
+        """Have these begin and end at their times from now."""
+        self._tasks += [asyncio.create_task(self._fail(failure)) for failure in failures]
+
+    async def _fail(self, failure: Failure) -> None:
+        await asyncio.sleep(failure.at_s)
+        end = failure.begin(self)
+        await asyncio.sleep(failure.down_s)
+        end()
+
+    def lose_workers(self, one_of: int, first: int) -> Callable[[], None]:
+        """See failures.Breakable."""
+        names = [name for name in [*self._policies][first::one_of] if name in self.workers]
         for name in names:
-            self.workers[name].lose()
-            self.fleet.leave(name, WorkerState.UNREACHABLE, "lost")
+            self.workers.pop(name).lose()
+        for gateway in self.gateways:
+            gateway.leave(names)
         for request in [*self.live]:
-            request.on_lost(names)
-        await asyncio.sleep(outage.down_s)
-        for name in names:
-            self._start(name)
+            request.on_workers_lost(names)
 
-    @property
-    def num_changes(self) -> int:
-        """Roles that the planner changed."""
-        return self._steering.num_changes
+        def end() -> None:
+            for name in names:
+                self._start_worker(name)
+
+        return end
+
+    def lose_gateways(self, one_of: int, first: int) -> Callable[[], None]:
+        """See failures.Breakable. One is left."""
+        lost = self.gateways[first::one_of][: len(self.gateways) - 1]
+        self.gateways = [gateway for gateway in self.gateways if gateway not in lost]
+        for gateway in lost:
+            self.num_changes += gateway.num_changes
+            self._tasks.append(asyncio.create_task(gateway.close()))
+        for request in [*self.live]:
+            request.on_gateways_lost(lost)
+
+        def end() -> None:
+            for _ in lost:
+                self._start_gateway()
+
+        return end
 
     async def close(self) -> None:
+        for gateway in self.gateways:
+            self.num_changes += gateway.num_changes
+            await gateway.close()
+        self.gateways.clear()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _set_role(self, address: str, role: Role, term: int) -> None:  # noqa: ARG002
-        self.workers[address].set_policy(policy_of(role, self.spec, self.slo))
+    async def _set_role(self, address: str, role: Role, term: int) -> None:
+        worker = self.workers.get(address)
+        if worker is None or term < self._terms.get(address, 0):
+            text = f"{term}: {address} is lost, or has a later term"
+            raise InvalidRequest.of(FieldViolation("term", text))
+        self._terms[address] = term
+        worker.set_policy(policy_of(role, self.spec, self.slo))
 
     def send(self, entry: TraceEntry, number: int, on_end: asyncio.Event) -> Answer:
-        """Serve a request that arrives now."""
+        """Serve a request that arrives now, by the gateways in turn."""
         request = _Request(self, entry, number, on_end)
         self.live[request] = None
         request.place(is_return=False)
         return request.outcome
 
-    def _move(self, worker: WorkerModel, sequence: Running) -> None:
-        """A prefill worker decodes: hand the sequence over if a decode worker has room."""
-        num_output = sequence.num_tokens - len(sequence.spec.prompt_token_ids)
-        spec = replace(sequence.spec, output_token_ids=(0,) * num_output)
-        placement = self.dispatcher.place_now(spec, self.fleet.ready(Tier.DECODE))
-        if placement is None:
-            return
-        target = self.workers[placement.owner.address]
-        num_held = target.reserve(sequence.num_tokens)
-        if num_held is None:
-            placement.record(Outcome.REFUSED)
-            placement.release()
-            return
-        placement.record(Outcome.RESERVED)
-        worker.take_out(sequence)
-        sequence.on_moved(placement)
-        self.deliver(target, sequence, num_held, sequence.num_tokens - 1, 0)
-
-    def deliver(
-        self, target: WorkerModel, sequence: Running, num_held: int, num_sent: int, num_last: int
-    ) -> None:
-        """Send KV. num_last: tokens of it that were computed last, and hide behind no compute."""
+    def delivery_s(self, num_sent: int, num_last: int) -> float:
+        """Seconds until KV has come. num_last: tokens of it that were computed last, and hide
+        behind no compute."""
         hardware = self.hardware
         self.num_sent_bytes += num_sent * hardware.token_bytes
         exposed_s = min(num_sent, num_last or num_sent) * hardware.token_bytes
-        delay_s = hardware.transfer_s + exposed_s / hardware.wire_bytes_per_s
-        self._loop.call_later(delay_s, target.commit, sequence, num_held)
+        return hardware.transfer_s + exposed_s / hardware.wire_bytes_per_s
 
 
 class _Request:
     """One request on its way."""
 
     def __init__(self, cluster: Cluster, entry: TraceEntry, number: int, on_end: asyncio.Event):
-        self._cluster = cluster
+        self._cluster, self._number = cluster, number
+        self._gateway = cluster.gateways[number % len(cluster.gateways)]
         self._loop = asyncio.get_running_loop()
         self._on_end = on_end
         self._names = entry.hash_ids[: entry.num_input_tokens // entry.block_tokens]
@@ -240,10 +267,12 @@ class _Request:
         """Worker that has the sequence; None while it waits, or its KV is under way."""
         self._held: tuple[WorkerModel, int] | None = None
         """Owner and its blocks, until the prompt is computed elsewhere."""
+        self._waiting: Waiting | None = None
+        """In its gateway's queue, or out of it since."""
 
     def place(self, *, is_return: bool) -> None:
-        need = Need.of(self._spec)
-        self._cluster.dispatcher.place(self._spec, need, self._on_place, is_return=is_return)
+        need, dispatcher = Need.of(self._spec), self._gateway.dispatcher
+        self._waiting = dispatcher.place(self._spec, need, self._on_place, is_return=is_return)
 
     def _on_place(self, place: Placement | BatonError) -> None:
         if isinstance(place, BatonError):
@@ -286,7 +315,7 @@ class _Request:
             worker.blocks,
             lambda now_s: self._on_first(sequence, num_held or 0, offered_s, now_s),
             self._end,
-            self._on_moved,
+            self._on_stray,
             is_leaving=num_held is not None,
         )
         self._sequence, self._computing = sequence, worker
@@ -294,33 +323,93 @@ class _Request:
             self._held = self._cluster.workers[place.owner.address], num_held
         worker.open(sequence)
 
-    def _on_moved(self, placement: Placement) -> None:
+    def _on_stray(self, worker: WorkerModel) -> None:
+        """It decodes on a prefill worker: hand it over if a decode worker has room."""
+        sequence, cluster, gateway = self._sequence, self._cluster, self._gateway
+        if sequence is None:
+            return
+        spec = self._spec_so_far(sequence)
+        placement = gateway.dispatcher.place_now(spec, gateway.fleet.ready(Tier.DECODE))
+        if placement is None:
+            return
+        target = cluster.workers[placement.owner.address]
+        num_held = target.reserve(sequence.num_tokens)
+        if num_held is None:
+            placement.record(Outcome.REFUSED)
+            placement.release()
+            return
+        placement.record(Outcome.RESERVED)
+        worker.take_out(sequence)
         if self._placement:
             self._placement.release()
         self._placement, self._computing = placement, None
+        self._deliver(target, sequence, num_held, sequence.num_tokens - 1, 0)
 
-    def on_lost(self, names: Collection[str]) -> None:
-        """Workers are lost. If it was theirs, it is placed again with its tokens so far."""
+    def _deliver(
+        self, target: WorkerModel, sequence: Running, num_held: int, num_sent: int, num_last: int
+    ) -> None:
+        """Send KV to blocks of the target."""
+
+        def come() -> None:
+            if target.is_lost:
+                return
+            if sequence.is_over:
+                target.give_back(num_held)
+                return
+            self._computing = target
+            target.commit(sequence, num_held)
+
+        self._loop.call_later(self._cluster.delivery_s(num_sent, num_last), come)
+
+    def _spec_so_far(self, sequence: Running) -> SequenceSpec:
+        num_output = sequence.num_tokens - len(self._spec.prompt_token_ids)
+        return replace(self._spec, output_token_ids=(0,) * num_output)
+
+    def _count(self, sequence: Running) -> None:
+        """Its client has all tokens of a sequence that ends, or is given up."""
+        self.outcome.num_tokens += sequence.num_tokens - self._spec.num_tokens
+
+    def on_workers_lost(self, names: Collection[str]) -> None:
+        """Workers are lost. If it was theirs, its gateway places it again with its tokens so
+        far."""
         place = self._placement
         if place is None:
             return
         needed = [place.owner]
         if place.source is not None and (self._held or self._sequence is None):
             needed.append(place.source)  # it has yet to compute the prompt
-        if all(worker.address not in names for worker in needed):
+        if any(worker.address in names for worker in needed):
+            self._take_back()
+            self.place(is_return=True)
+
+    def on_gateways_lost(self, lost: Collection[Gateway]) -> None:
+        """Gateways are lost. If it came by one, its client goes on at another one, at once, with
+        its tokens so far."""
+        if self._gateway not in lost:
             return
+        if self._waiting is not None:
+            self._gateway.dispatcher.cancel(self._waiting)
+        self._take_back()
+        gateways = self._cluster.gateways
+        self._gateway = gateways[self._number % len(gateways)]
+        self.place(is_return=False)
+
+    def _take_back(self) -> None:
+        """Leave its workers, as far as they are there, with its tokens so far."""
         sequence = self._sequence
         if sequence is not None:
-            if self._computing and self._computing.name not in names:
+            sequence.is_over = True
+            if self._computing and not self._computing.is_lost:
                 self._computing.drop(sequence)
-            num_output = sequence.num_tokens - len(self._spec.prompt_token_ids)
-            self._spec = replace(self._spec, output_token_ids=(0,) * num_output)
-        if self._held and self._held[0].name not in names:
+            self._count(sequence)
+            self._spec = self._spec_so_far(sequence)
+        if self._held and not self._held[0].is_lost:
             self._held[0].give_back(self._held[1])
+        place = self._placement
         self._sequence = self._computing = self._held = self._placement = None
         self.outcome.num_restarts += 1
-        place.release()
-        self.place(is_return=True)
+        if place is not None:
+            place.release()
 
     def _on_first(self, sequence: Running, num_held: int, offered_s: float, now_s: float) -> None:
         place = self._placement
@@ -341,7 +430,7 @@ class _Request:
             self._end(now_s)
             return
         num_last = min(num_sent, self._cluster.hardware.max_num_batched_tokens)
-        self._cluster.deliver(owner, sequence, num_held, num_sent, num_last)
+        self._deliver(owner, sequence, num_held, num_sent, num_last)
         owner.costs.handoff.observe(num_sent, now_s - offered_s)
 
     def _end(self, now_s: float) -> None:
@@ -349,9 +438,11 @@ class _Request:
         if place is None:
             return
         self.outcome.end_s = now_s
+        if self._sequence is not None:
+            self._count(self._sequence)
         num_output = self._spec.sampling.max_tokens
         done = replace(self._spec, output_token_ids=(0,) * num_output)
-        self._cluster.dispatcher.record(place.owner, done)
+        self._gateway.dispatcher.record(place.owner, done)
         place.release()
         self._placement = None
         self._finish()

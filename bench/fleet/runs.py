@@ -9,7 +9,8 @@ from statistics import fmean
 from time import process_time
 
 from baton.types import Slo
-from bench.fleet.cluster import Answer, Cluster, Outage, Shape, serve
+from bench.fleet.cluster import Answer, Cluster, Shape, serve
+from bench.fleet.failures import Failure
 from bench.fleet.worker import Hardware
 from engine.plan.trace import TraceEntry
 from tests.support.virtual_loop import run_virtual
@@ -28,14 +29,16 @@ class Run:
     slo: Slo
     entries: Sequence[TraceEntry]
     seed: int = 0
-    outages: Sequence[Outage] = ()
+    failures: Sequence[Failure] = ()
+    num_gateways: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """goodput: requests/s that arrive and end inside the targets. attainment: their share.
-    refused_ms: longest time to a refusal. num_restarts: losses of workers that had a request.
-    num_broken: requests that were begun and not finished. cpu_s: of the simulation."""
+    refused_ms: longest time to a refusal. num_restarts: losses of workers and gateways that had a
+    request. num_broken: requests that were begun and not finished. num_wrong: finished ones that
+    have not each token once. cpu_s: of the simulation."""
 
     goodput: float
     attainment: float
@@ -49,6 +52,7 @@ class Figures:
     num_requests: int = 0
     num_restarts: int = 0
     num_broken: int = 0
+    num_wrong: int = 0
 
 
 def served(run: Run) -> tuple[Cluster, list[Answer]]:
@@ -56,8 +60,9 @@ def served(run: Run) -> tuple[Cluster, list[Answer]]:
 
     async def main() -> tuple[Cluster, list[Answer]]:
         size = run.entries[0].block_tokens
-        cluster = Cluster(run.shape, run.hardware, run.slo, size, run.seed)
-        cluster.expect(run.outages)
+        number = run.num_gateways
+        cluster = Cluster(run.shape, run.hardware, run.slo, size, run.seed, num_gateways=number)
+        cluster.expect(run.failures)
         answers = await serve(cluster, run.entries)
         await cluster.close()
         return cluster, answers
@@ -87,6 +92,7 @@ def figures_of(run: Run) -> Figures:
         len(answers),
         sum(answer.num_restarts for answer in answers),
         sum(answer.is_broken for answer in answers),
+        sum(answer.is_wrong for answer in answers),
     )
 
 
@@ -117,6 +123,31 @@ def hits(entries: Iterable[TraceEntry]) -> list[int]:
         number = len(entry.hash_ids) if number is None else number
         seen.update(entry.hash_ids)
         found.append(min(number * entry.block_tokens, entry.num_input_tokens))
+    return found
+
+
+def load_in_turn(
+    traces: Sequence[Sequence[TraceEntry]], rates: Sequence[float], seconds: float, seed: int
+) -> list[TraceEntry]:
+    """Traces one after another, each at its rate for `seconds`. One that comes again goes on
+    elsewhere. Prompts of different traces share no prefixes."""
+    if len(traces) == 1:
+        return load_of(traces[0], rates[0], seconds, seed)
+    different: list[Sequence[TraceEntry]] = []
+    found = []
+    for index, (trace, rate) in enumerate(zip(traces, rates, strict=True)):
+        kind = next((i for i, other in enumerate(different) if other is trace), len(different))
+        num_before = sum(other is trace for other in traces[:index])
+        different += [trace] if kind == len(different) else []
+        found += [
+            replace(
+                entry,
+                arrival_s=index * seconds + entry.arrival_s,
+                hash_ids=tuple(name * len(traces) + kind for name in entry.hash_ids),
+            )
+            for entry in load_of(trace, rate, seconds, seed + num_before)
+            if entry.arrival_s < seconds
+        ]
     return found
 
 

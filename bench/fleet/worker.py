@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from baton.types import KvLayout, NumericsClass, Rank, SequenceSpec, StepCosts, Tier, WorkerLoad
 from bench.fleet.cache import Blocks
 from engine.interface import EngineSpec
-from gateway.routing.placement import Placement
 from worker_core.costs import Costs
 from worker_core.gap_rule import Pace
 from worker_core.policy import Policy
@@ -66,8 +65,9 @@ class Running:
     """Implements worker_core.scheduler.Schedulable.
 
     names: of the prompt's pieces. num_tokens: prompt and output so far. num_left: tokens to come.
-    is_leaving: whether it goes on elsewhere after its first token. since_s: when the worker got
-    it. Times in seconds.
+    on_stray: called after each step in which it decodes on a prefill worker.
+    is_leaving: whether it goes on elsewhere after its first token. is_over: whether it was given
+    up. since_s: when the worker got it. Times in seconds.
     """
 
     spec: SequenceSpec
@@ -78,8 +78,9 @@ class Running:
     blocks: Blocks
     on_first: Callable[[float], None]
     on_end: Callable[[float], None]
-    on_moved: Callable[[Placement], None]
+    on_stray: Callable[[WorkerModel], None]
     is_leaving: bool = False
+    is_over: bool = False
     since_s: float = 0.0
     num_computed: int = 0
     num_held: int = 0
@@ -125,9 +126,7 @@ class WorkerModel:
         policy: Policy,
         piece_tokens: int,
         report: Callable[[str, WorkerLoad], None],
-        on_stray: Callable[[WorkerModel, Running], None],
     ) -> None:
-        """on_stray: called after a step with each sequence that decodes on a prefill worker."""
         self.name = name
         self.hardware = hardware
         self.policy = policy
@@ -135,7 +134,6 @@ class WorkerModel:
         self.costs = Costs(policy.local_prefill, hardware.token_bytes)
         self.costs.num_threads = 0
         self._report = report
-        self._on_stray = on_stray
         self._loop = asyncio.get_running_loop()
         self.running: list[Running] = []
         """By rank."""
@@ -153,7 +151,7 @@ class WorkerModel:
         """Start, seconds and number of steps that only decode."""
         self._ended_s: float | None = None
         """End of the last step, if it decoded."""
-        self._is_lost = False
+        self.is_lost = False
         self.report()
 
     # What the gateway asks for
@@ -180,9 +178,7 @@ class WorkerModel:
         self.blocks.release(num_held, ())
 
     def commit(self, sequence: Running, num_held: int) -> None:
-        """The KV that blocks were reserved for has come. No-op if the worker is lost."""
-        if self._is_lost:
-            return
+        """The KV that blocks were reserved for has come."""
         sequence.blocks, sequence.num_held = self.blocks, num_held
         now_s = self._loop.time()
         sequence.since_s, sequence.begun_s, sequence.num_begun = now_s, now_s, sequence.num_tokens
@@ -220,7 +216,7 @@ class WorkerModel:
 
     def lose(self) -> None:
         """End with all that it has; it does nothing more."""
-        self._is_lost = True
+        self.is_lost = True
         if self._timer is not None:
             self._timer.cancel()
 
@@ -354,7 +350,7 @@ class WorkerModel:
             sequence.on_end(now_s)
         if self.policy.role is Tier.PREFILL:
             for sequence in [s for s in self.running if not s.is_prefilling]:
-                self._on_stray(self, sequence)
+                sequence.on_stray(self)
         self._timer = self._loop.call_later(self.hardware.host_s, self._step)
 
     def _release(self, sequence: Running) -> None:
