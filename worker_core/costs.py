@@ -13,7 +13,8 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import mul
 
 from baton.types import StepCosts
 from worker_core.gap_rule import GapBudget, Pace
@@ -24,6 +25,9 @@ _FADING = 0.98
 #: The same for costs that are published: they are used for other batches than those measured, so
 #: the slope has to be right.
 _SLOW_FADING = 0.998
+#: Terms of a step's time; and how much the fit of all of them is held to what is known, relative
+#: to what the steps say. The least value of a pivot.
+_NUM_TERMS, _DAMPING, _TINY = 4, 1e-4, 1e-12
 #: Minimum observations for an estimate.
 _MIN_OBSERVATIONS = 4
 #: For published costs, a step counts as at most so many times as long as expected: one in which the
@@ -96,26 +100,23 @@ class Costs:
         tokens.
 
         The time of a step depends on tokens, not sequences. Steps with prompt tokens have no
-        drafts, so each decoding sequence counts as one there. A busy worker may have no step
-        without a prompt: until there were some, what a step takes beyond its prompt tokens is the
-        time of decoding, and teaches nothing of prompts.
+        drafts, so each decoding sequence counts as one there. A step with both is parted between
+        the two by a fit of all steps. A busy worker may have no step without a prompt: until there
+        were some, the parts teach what decoding takes.
         """
-        self._fits.num_decoding_alone += not num_prefill_tokens
-        if not num_prefill_tokens or self._decodes_beside_only(num_decode_tokens):
-            decode_s = max(0.0, seconds - self._fits.prefill.slope * num_prefill_tokens)
-            self._fits.decode.observe(num_decode_tokens, decode_s)
-            published = self._fits.published
-            if published.num_observations >= _OBSERVATIONS_TO_EXPECT:
-                decode_s = min(decode_s, _LONGEST * published.predict(num_decode_tokens))
-            published.observe(num_decode_tokens, decode_s)
-            return
-        beside_s = self._fits.decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
-        self._fits.prefill.observe(num_prefill_tokens, max(0.0, seconds - beside_s))
-
-    def _decodes_beside_only(self, num_decode_tokens: int) -> bool:
-        is_known = self._fits.num_decoding_alone >= _MIN_OBSERVATIONS
-        can_tell = self._fits.prefill.num_observations >= _MIN_OBSERVATIONS
-        return num_decode_tokens > 0 and can_tell and not is_known
+        fits = self._fits
+        fits.num_decoding_alone += not num_prefill_tokens
+        decode_s = 0.0 if num_prefill_tokens else seconds
+        fits.parting.observe(num_decode_tokens, num_prefill_tokens, seconds)
+        if num_decode_tokens and num_prefill_tokens:
+            decode_s = min(seconds, fits.parting.decode_s(num_decode_tokens, fits))
+        if num_decode_tokens and (
+            not num_prefill_tokens or fits.num_decoding_alone < _MIN_OBSERVATIONS
+        ):
+            fits.decode.observe(num_decode_tokens, decode_s)
+            fits.publish(num_decode_tokens, decode_s)
+        if num_prefill_tokens:
+            fits.prefill.observe(num_prefill_tokens, seconds - decode_s)
 
     def observe_gaps(self, num_decoding: int, num_prefill_tokens: int, gap_s: float) -> None:
         """Record the gap after `observe_step`: from the end of the previous step, if sequences
@@ -235,8 +236,65 @@ class _StepFits:
         """What prompts add to a step, by their tokens."""
         self.beside = LinearFit()
         """Gaps of steps with a prompt, by prompt tokens."""
+        self.parting = _Parting()
         self.num_decoding_alone = 0
         """Steps without a prompt."""
+
+    def publish(self, num_decode_tokens: int, seconds: float) -> None:
+        """Observe what decoding took, for others."""
+        if self.published.num_observations >= _OBSERVATIONS_TO_EXPECT:
+            seconds = min(seconds, _LONGEST * self.published.predict(num_decode_tokens))
+        self.published.observe(num_decode_tokens, seconds)
+
+
+class _Parting:
+    """Least squares of all steps, with exponentially decaying weights: decoding has a fixed time
+    and one for each token, so have prompts, and a step with both has no fixed time of prompts, for
+    it reads the weights once.
+
+    Where the steps do not tell these apart, as chunks that fill each step up to the same time, what
+    the fits of either kind say is kept.
+    """
+
+    def __init__(self) -> None:
+        self._squares = [[0.0] * _NUM_TERMS for _ in range(_NUM_TERMS)]
+        self._products = [0.0] * _NUM_TERMS
+
+    def observe(self, num_decode_tokens: int, num_prefill_tokens: int, seconds: float) -> None:
+        is_decoding = num_decode_tokens > 0
+        terms = (is_decoding, num_decode_tokens, num_prefill_tokens, not is_decoding)
+        for i, (row, term) in enumerate(zip(self._squares, terms, strict=True)):
+            self._products[i] = self._products[i] * _SLOW_FADING + term * seconds
+            for j, other in enumerate(terms):
+                row[j] = row[j] * _SLOW_FADING + term * other
+
+    def decode_s(self, num_decode_tokens: int, fits: _StepFits) -> float:
+        """Seconds of a step with a prompt that decoding takes, at least 0."""
+        known = (fits.decode.fixed, fits.decode.slope, fits.prefill.slope, fits.prefill.fixed)
+        rest = [
+            product - sum(map(mul, row, known))
+            for product, row in zip(self._products, self._squares, strict=True)
+        ]
+        change = _solved(self._squares, rest)
+        fixed, slope = known[0] + change[0], known[1] + change[1]
+        return max(0.0, fixed) + max(0.0, slope) * num_decode_tokens
+
+
+def _solved(squares: Sequence[Sequence[float]], products: Sequence[float]) -> list[float]:
+    """x of (squares + a little of their diagonal) x = products, by elimination."""
+    rows = [[*row, product] for row, product in zip(squares, products, strict=True)]
+    for i, row in enumerate(rows):
+        row[i] = row[i] * (1 + _DAMPING) + _TINY
+    for i, pivot in enumerate(rows):
+        for row in rows[i + 1 :]:
+            factor = row[i] / pivot[i]
+            for j in range(i, len(row)):
+                row[j] -= factor * pivot[j]
+    found = [0.0] * len(rows)
+    for i in reversed(range(len(rows))):
+        later = sum(rows[i][j] * found[j] for j in range(i + 1, len(rows)))
+        found[i] = (rows[i][-1] - later) / rows[i][i]
+    return found
 
 
 class LinearFit:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.types import Slo
 from worker_core.costs import Costs, LinearFit
+from worker_core.gap_rule import Pace
 from worker_core.itl_budget import KeepPercentile
-from worker_core.policy import LocalPrefillPolicy
+from worker_core.policy import LocalPrefillPolicy, gap_rule_of
 
 POLICY = LocalPrefillPolicy(
     default_threshold=16, max_threshold=2048, is_pinned=False, gap_rule=KeepPercentile(2.0)
@@ -167,3 +171,38 @@ def test_a_step_in_which_the_machine_stood_still_is_no_cost_of_a_sequence() -> N
         costs.observe_step(number, 0, 0.020 + 0.0002 * number)
     costs.observe_step(4, 0, 2.0)
     assert costs.of_steps().sequence_s < 0.002
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_prompts_fill_to_one_length_teach_what_prompts_and_decoding_take(
+    seed: int,
+) -> None:
+    """Each chunk follows from what was learned, so that a wrong cost would confirm itself."""
+    rng = random.Random(seed)
+    costs = Costs(gap_policy(Slo(3.0, 0.03)), token_bytes=100)
+    running: list[int] = []
+    prompts = [rng.randint(20, 2000)]
+    for _ in range(400):
+        pace = Pace(0.027 * rng.uniform(0.8, 1.2), 100, 0.027)
+        left = num_tokens = costs.max_prefill_tokens(len(running), 2048, 2048, [pace])
+        decode_s = 0.0085 + 1.2e-4 * len(running) if running else 0.0
+        costs.observe_step(len(running), num_tokens, (decode_s or 0.0085) + 5e-5 * num_tokens)
+        running = [number - 1 for number in running if number > 1]
+        while left >= prompts[0]:
+            left -= prompts.pop()
+            running.append(rng.randint(10, 400))
+            prompts.append(rng.randint(20, 2000))
+        prompts[0] -= left
+    published = costs.of_steps()
+    assert published.step_s + 30 * published.sequence_s == pytest.approx(0.0121, rel=0.1)
+    assert published.token_s == pytest.approx(5e-5, rel=0.1)
+
+
+def gap_policy(slo: Slo) -> LocalPrefillPolicy:
+    return LocalPrefillPolicy(
+        16,
+        2048,
+        is_pinned=True,
+        gap_rule=gap_rule_of(slo, KeepPercentile(2.0)),
+        max_shared_tokens=2048,
+    )
