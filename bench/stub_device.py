@@ -13,7 +13,8 @@ from baton.types import KvLayout
 from baton_kernels.gpu.paged_attention import plan_attention as gpu_plan_attention
 from bench.stub_engine import BLOCK_SIZE, VOCAB_SIZE, NoKv
 from engine.cuda.graph_device import Graph
-from engine.cuda.step_graphs import ReplayedSteps, plan_graphs
+from engine.cuda.recorded_decoder import RecordedDecoder
+from engine.cuda.step_graphs import ReplayedSteps, WatchableReplayedSteps, plan_graphs
 from engine.families.read import parse_config
 from engine.interface import Batch, EngineSpec
 from engine.ranks.followers import NoFollowers
@@ -151,12 +152,16 @@ class StubDeviceEngine(TorchEngine):
         decoder = cast(Decoder, _NoDecoder())
         plan_attention = partial(gpu_plan_attention, fill=lambda *_: None)
         model = StepModel(config, decoder, rope, pool, plan_attention=plan_attention)
-        plan = plan_graphs(config, pool.tensor, torch.bfloat16, largest_batch, max_model_len)
+        recorded = RecordedDecoder(model)
+        plan = plan_graphs(
+            *(recorded.sizes, pool.tensor, torch.bfloat16, largest_batch, max_model_len)
+        )
         tables = DeviceTables(largest_batch, table_width(max_model_len, BLOCK_SIZE), cpu)
         eager = EagerSteps(model, NoFollowers(), tables if has_tables else None)
         self._eager = _Eager(eager)
-        steps = ReplayedSteps(model, tables, plan, _NoKernels(), self._eager, NoFollowers())
-        super().__init__(spec, pool, steps, 1, NoFollowers(), lambda: None)
+        steps = ReplayedSteps(recorded, tables, plan, _NoKernels(), self._eager, NoFollowers())
+        watchable = WatchableReplayedSteps(steps, self._eager)
+        super().__init__(spec, pool, watchable, 1, NoFollowers(), lambda: None)
 
     @property
     def num_eager_steps(self) -> int:

@@ -28,6 +28,7 @@ from engine.host_memory import host_budget
 from engine.interface import EngineSpec
 from engine.kv.groups.window import windows_of
 from engine.kv.layout import groups_of
+from engine.kv.tensors.device_states import record_bytes_on
 from engine.kv.tensors.state_memory import state_bytes
 from engine.memory_plan import HeadMemory, MemoryPlan, plan_blocks
 from engine.memory_reservations import Reservations
@@ -260,7 +261,8 @@ def _plan_memory(
 def _state_bytes(source: ModelSource, plan: EnginePlan, max_num_seqs: int) -> int:
     """Bytes of states of one rank: of its layers, or a part of the memory that all ranks share."""
     if not plan.kv_service:
-        return -(-state_bytes(plan.layout, max_num_seqs) // plan.degrees.num_ranks)
+        whole = record_bytes_on(plan.device, plan.layout, max_num_seqs)
+        return -(-whole // plan.degrees.num_ranks)
     parts = source.rank_parts(plan.layout, plan.degrees)
     return max(state_bytes(part.layout(plan.layout), max_num_seqs) for part in parts)
 

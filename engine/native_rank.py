@@ -72,6 +72,7 @@ class _Loaded:
         if recording is None:
             return None
         # Imported here, because it imports Triton, which is optional.
+        from engine.cuda.recorded_decoder import RecordedDecoder
         from engine.cuda.recording import record_steps
 
         pool, *apart = self.pools
@@ -81,7 +82,7 @@ class _Loaded:
         graphs = CudaGraphs(device) if device.type == "cuda" else CalledGraphs(device)
         eager = EagerSteps(parts, NoFollowers(), tables)
         return record_steps(
-            *(recording, parts, tables, graphs, eager, NoFollowers()),
+            *(recording, RecordedDecoder(parts), tables, graphs, eager, NoFollowers()),
             batch_invariant=self.spec.batch_invariant,
         )
 

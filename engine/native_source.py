@@ -98,11 +98,12 @@ class NativeModel:
         if recording is None:
             return 0
         # Imported here, because it imports Triton, which is optional.
+        from engine.cuda.recorded_decoder import sizes_of
         from engine.cuda.recording import plan_recording
 
         dtype = getattr(torch, plan.dtype)
         return plan_recording(
-            *(recording, self._config, plan.layout, dtype),
+            *(recording, sizes_of(self._config, dtype), plan.layout, dtype),
             batch_invariant=plan.batch_invariant,
             has_adapters=bool(plan.adapters),
         ).num_bytes
@@ -211,13 +212,16 @@ class _LoadedNative:
         eager = EagerSteps(parts, self.followers, tables, divided)
         if graphs is None or recording is None:
             return eager
+        from engine.cuda.recorded_decoder import RecordedDecoder
         from engine.cuda.recording import record_steps
+        from engine.cuda.step_graphs import WatchableReplayedSteps
 
-        graph_device = graphs.make(device)
-        return record_steps(
-            *(recording, parts, tables, graph_device, eager, self.followers),
+        graph_device, model = graphs.make(device), RecordedDecoder(parts)
+        replayed = record_steps(
+            *(recording, model, tables, graph_device, eager, self.followers),
             batch_invariant=self._plan.batch_invariant,
         )
+        return WatchableReplayedSteps(replayed, eager)
 
     def close(self) -> None:
         """See LoadedModel."""

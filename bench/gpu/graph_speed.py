@@ -15,6 +15,7 @@ from bench.gpu.engine_speed import Model, load_model
 from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_eager_ms
 from engine.cuda.graph_device import CalledGraphs, CudaGraphs, Graph, GraphDevice
+from engine.cuda.recorded_decoder import RecordedDecoder
 from engine.cuda.step_graphs import ReplayedSteps, plan_graphs
 from engine.interface import Batch
 from engine.quantization.weight import Float8Weight
@@ -81,13 +82,14 @@ class Replayed:
         self.model = model
         make = CalledGraphs if setting.is_dry else CudaGraphs
         self.graphs = _LastGraphs(make(setting.device))
-        plan = plan_graphs(model.config, model.kv.tensor, setting.half, largest, max_len)
         parts = StepModel(model.config, decoder, model.rope, model.kv, adapters)
+        recorded = RecordedDecoder(parts)
+        plan = plan_graphs(recorded.sizes, model.kv.tensor, setting.half, largest, max_len)
         width = table_width(max_len, model.kv.layout.block_size)
         tables = DeviceTables(largest, width, setting.device)
         self.eager = EagerSteps(parts, NoFollowers(), tables)
         start = time.perf_counter()
-        self.steps = ReplayedSteps(parts, tables, plan, self.graphs, self.eager, NoFollowers())
+        self.steps = ReplayedSteps(recorded, tables, plan, self.graphs, self.eager, NoFollowers())
         self.capture_s = time.perf_counter() - start
         self.num_graphs = len(plan.shapes)
         self.engine = self.engine_of(self.steps, 1)

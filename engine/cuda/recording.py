@@ -14,37 +14,37 @@ import torch
 from baton.errors import ConfigError
 from baton.types import SCALED_DTYPES, KvLayout
 from engine.cuda.graph_device import GraphDevice
+from engine.cuda.recorded_model import RecordedModel, RecordedSizes
 from engine.cuda.step_graphs import GraphPlan, ReplayedSteps, plan_graphs
-from engine.families.config import ModelConfig
 from engine.ranks.followers import Followers
 from engine.ranks.rank_spec import Recording
 from engine.torch.device_tables import DeviceTables
-from engine.torch.step_runner import StepModel, WatchableSteps
+from engine.torch.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
 
 
 def plan_recording(
     recording: Recording,
-    config: ModelConfig,
+    sizes: RecordedSizes,
     layout: KvLayout,
     dtype: torch.dtype,
     *,
-    batch_invariant: bool,
+    batch_invariant: bool = False,
     has_adapters: bool = False,
 ) -> GraphPlan:
     """Shapes for a model, or a rank's part of one. dtype: of the weights. has_adapters: see
     plan_graphs."""
     pool = torch.empty(
         (
-            *(0, config.num_layers, layout.num_parts),
-            *(config.num_kv_heads, layout.block_size, config.head_dim),
+            *(0, sizes.num_layers, layout.num_parts),
+            *(sizes.num_kv_heads, layout.block_size, sizes.head_dim),
         ),
         dtype=torch.int8 if layout.dtype in SCALED_DTYPES else getattr(torch, layout.dtype),
         device="meta",
     )
     return plan_graphs(
-        config,
+        sizes,
         pool,
         dtype,
         recording.max_graph_tokens,
@@ -56,10 +56,10 @@ def plan_recording(
 
 def record_steps(
     recording: Recording,
-    model: StepModel,
+    model: RecordedModel,
     tables: DeviceTables,
     device: GraphDevice,
-    eager: WatchableSteps,
+    eager: StepRunner,
     followers: Followers,
     *,
     batch_invariant: bool = False,
@@ -67,7 +67,7 @@ def record_steps(
     """Record all steps of a rank. eager, followers: see ReplayedSteps. Raises ConfigError if it
     fails."""
     plan = plan_recording(
-        *(recording, model.config, model.kv.layout, model.decoder.dtype),
+        *(recording, model.sizes, model.kv.layout, model.dtype),
         batch_invariant=batch_invariant,
     )
     num_seqs = plan.shapes[-1].num_seqs

@@ -27,16 +27,21 @@ from baton_kernels.gpu.padded_plan import partial_bytes
 from baton_kernels.host_copy import to_device
 from baton_kernels.sampling import checked_argmax
 from engine.cuda.graph_device import Graph, GraphDevice
+from engine.cuda.recorded_model import RecordedModel, RecordedSizes
 from engine.cuda.static_step import StaticStep, static_bytes
 from engine.cuda.step_shapes import StepShape, choose_shape, step_shapes
-from engine.families.config import ModelConfig
 from engine.interface import Batch, SequenceSlice
-from engine.memory_plan import token_bytes
 from engine.ranks.followers import Followers
 from engine.torch.device_tables import DeviceTables
 from engine.torch.divided import LayerDone
-from engine.torch.step import check_adapters, sample_rows, take_drawn
-from engine.torch.step_runner import FirstStage, StepModel, StepOutput, WatchableSteps
+from engine.torch.step import sample_rows, take_drawn
+from engine.torch.step_runner import (
+    FirstStage,
+    StepModel,
+    StepOutput,
+    StepRunner,
+    WatchableSteps,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +63,7 @@ class GraphPlan:
 
 
 def plan_graphs(
-    config: ModelConfig,
+    sizes: RecordedSizes,
     pool: torch.Tensor,
     dtype: torch.dtype,
     largest_batch: int,
@@ -71,20 +76,19 @@ def plan_graphs(
     pool: any tensor with the pool's shape and dtype, also on `meta`; dtype: of the weights;
     batch_invariant: see EnginePlan; has_adapters: each shape is recorded twice, see
     ReplayedSteps."""
-    windows = set(config.windows)
     choose = fixed_tile if batch_invariant else choose_tile
-    tile = choose(config.num_heads // head_blocks(pool, config.num_heads), pool, dtype)
-    one_part = partial_bytes(pool, tile, config.num_heads)
-    items_per_seq = max(most_items(max_model_len, window, tile) for window in windows)
+    tile = choose(sizes.num_heads // head_blocks(pool, sizes.num_heads), pool, dtype)
+    one_part = partial_bytes(pool, tile, sizes.num_heads)
+    items_per_seq = max(most_items(max_model_len, key.window, tile) for key in sizes.keys)
     max_items = max(largest_batch, MAX_PARTIAL_BYTES // one_part)
     shapes = step_shapes(largest_batch, items_per_seq, max_items)
     largest = StepShape(shapes[-1].num_seqs, max(shape.num_items for shape in shapes))
     shared = (
-        static_bytes(largest, len(windows))
+        static_bytes(largest, len(sizes.keys))
         + largest.num_items * one_part
-        + largest_batch * (token_bytes(config, dtype.itemsize) + 2 * 4 * config.vocab_size)
+        + largest_batch * (sizes.token_bytes + 2 * 4 * sizes.vocab_size)
     )
-    own = len(shapes) * (1 + has_adapters) * config.num_layers * GRAPH_LAYER_BYTES
+    own = len(shapes) * (1 + has_adapters) * sizes.num_layers * GRAPH_LAYER_BYTES
     return GraphPlan(shapes, largest, tile, shared + own)
 
 
@@ -93,58 +97,43 @@ class ReplayedSteps:
 
     def __init__(
         self,
-        model: StepModel,
+        model: RecordedModel,
         tables: DeviceTables,
         plan: GraphPlan,
         device: GraphDevice,
-        eager: WatchableSteps,
+        eager: StepRunner,
         followers: Followers,
     ) -> None:
         """Capture all graphs, largest first, so that the others reuse its memory. Writes no block.
         tables: has a row per sequence of a step. followers: have captured the same shapes."""
-        self._eager, self._followers = eager, followers
+        self._model, self._eager, self._followers = model, eager, followers
         self._reported: set[str] = set()
-        self._is_watched = False
         self._shapes = plan.shapes
-        self._num_layers, self._windowed = model.config.num_layers, model.windowed
         pool, largest = model.kv.tensor, plan.largest.num_seqs
         self._static = StaticStep(model, plan.tile, plan.largest, tables, device)
         self._logits = torch.zeros(
-            largest, model.config.vocab_size, dtype=torch.float32, device=pool.device
+            largest, model.sizes.vocab_size, dtype=torch.float32, device=pool.device
         )
         self._graphs: dict[tuple[StepShape, bool], Graph] = {}
         """By shape, and whether adapters add to its rows: steps without any do not pay for them."""
-        nothing, kinds = Batch(()), (True, False) if self._static.has_adapters else (False,)
+        nothing, kinds = Batch(()), (True, False) if model.has_adapters else (False,)
         with torch.inference_mode():
             for shape, is_adapted in product(reversed(plan.shapes), kinds):
                 self._static.fill(shape, nothing)
-                step = self._step(model, shape, is_adapted=is_adapted)
+                step = self._step(shape, is_adapted=is_adapted)
                 self._graphs[shape, is_adapted] = device.record(step)
 
-    @property
-    def model(self) -> StepModel:
-        """See WatchableSteps."""
-        return self._eager.model
-
-    def watch(self, layers: Sequence[int] | None) -> None:
-        """See WatchableSteps. Recorded steps keep no states: while any are kept, all steps run
-        eagerly."""
-        self._is_watched = layers is not None
-        self._eager.watch(layers)
-
-    def _step(self, model: StepModel, shape: StepShape, *, is_adapted: bool) -> Callable[[], None]:
+    def _step(self, shape: StepShape, *, is_adapted: bool) -> Callable[[], None]:
         """The function to capture: from the static buffer to `_logits`."""
 
         def run() -> None:
-            batch = self._static.packed(shape, is_adapted=is_adapted)
-            states = model.decoder.forward(batch, model.kv.tensor, None, model.kv.scales)
             # Ranks other than 0 get their own part.
-            logits = model.decoder.logits(states, batch.adapters)
+            logits = self._model.logits(self._static.tokens(shape), is_adapted=is_adapted)
             self._logits[: shape.num_seqs, : logits.shape[1]].copy_(logits)
 
         return run
 
-    def _report(self, reason: str) -> None:
+    def report(self, reason: str) -> None:
         """Log the first eager step without a prompt's chunk, once per reason."""
         if reason not in self._reported:
             self._reported.add(reason)
@@ -154,38 +143,64 @@ class ReplayedSteps:
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
     ) -> StepOutput | FirstStage:
         """See StepRunner. A replayed step reports its layers once all of them are queued."""
-        if self._is_watched:
-            self._report("a draft head reads its hidden states")
-            return self._eager.run(batch, layer_done, drawn)
+        model = self._model
         is_adapted = any(part.adapter for part in batch.slices)
-        if not _is_replayable(batch) or (is_adapted and not self._static.has_adapters):
-            if reason := _why_eager(batch, has_adapters=self._static.has_adapters):
-                self._report(reason)
+        if not _is_replayable(batch, model) or (is_adapted and not model.has_adapters):
+            if reason := _why_eager(batch, model):
+                self.report(reason)
             return self._eager.run(batch, layer_done, drawn)
-        if is_adapted:
-            check_adapters(batch, self.model.adapters)
         num_tokens = batch.num_tokens
         shape = choose_shape(self._shapes, num_tokens, self._static.num_items(batch))
         if shape is None or not self._static.has_room(batch):
             most = self._shapes[-1]
-            self._report(
+            self.report(
                 f"graphs are of up to {most.num_seqs} new tokens with up to "
                 f"{max(s.num_items for s in self._shapes)} ranges of {SPLIT_TOKENS} keys in all"
             )
             return self._eager.run(batch, layer_done, drawn)
-        slot_tables = self._windowed(batch).tables
-        with self._followers.step(batch, slot_tables, replays=True):
-            self._static.fill(shape, batch, slot_tables)
+        step_tables = model.begin_step(batch)
+        with self._followers.step(batch, step_tables, replays=True):
+            self._static.fill(shape, batch, step_tables)
             if drawn is not None:
                 take_drawn(self._static.token_ids(shape), batch, drawn)
             self._graphs[shape, is_adapted].replay()
+        model.end_step(batch)
         if layer_done is not None:
-            for layer in range(self._num_layers):
+            for layer in range(model.sizes.num_layers):
                 layer_done(layer)
         logits = self._logits[:num_tokens]
         if all(len(part.token_ids) == len(part.rows) == 1 for part in batch.slices):
             return ReplayedStep(logits)
         return ReplayedStep(logits, tuple(sample_rows(batch)[1]))
+
+
+class WatchableReplayedSteps:
+    """ReplayedSteps that can keep hidden states, see WatchableSteps. Recorded steps keep none:
+    while any are kept, all steps run eagerly."""
+
+    def __init__(self, replayed: ReplayedSteps, eager: WatchableSteps) -> None:
+        """eager: of `replayed`."""
+        self._replayed, self._eager = replayed, eager
+        self._is_watched = False
+
+    @property
+    def model(self) -> StepModel:
+        """See WatchableSteps."""
+        return self._eager.model
+
+    def watch(self, layers: Sequence[int] | None) -> None:
+        """See WatchableSteps."""
+        self._is_watched = layers is not None
+        self._eager.watch(layers)
+
+    def run(
+        self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
+    ) -> StepOutput | FirstStage:
+        """See StepRunner."""
+        if not self._is_watched:
+            return self._replayed.run(batch, layer_done, drawn)
+        self._replayed.report("a draft head reads its hidden states")
+        return self._eager.run(batch, layer_done, drawn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,15 +238,14 @@ _MAX_REPLAYED_TOKENS = 9
 _MAX_REPEATED_KEYS = 16_384
 
 
-def _why_eager(batch: Batch, *, has_adapters: bool) -> str:
-    """Why a step without a prompt's chunk cannot be replayed; empty for steps with one.
-    has_adapters: see StaticStep."""
+def _why_eager(batch: Batch, model: RecordedModel) -> str:
+    """Why a step without a prompt's chunk cannot be replayed; empty for steps with one."""
     parts = batch.slices
-    if not parts or not all(part.rows and part.start for part in parts):
+    if not parts or not all(part.rows and part.start and model.takes(part) for part in parts):
         return ""
     if any(len(part.token_ids) > _MAX_VERIFIED_TOKENS for part in parts):
         return ""
-    if not has_adapters and any(part.adapter for part in parts):
+    if not model.has_adapters and any(part.adapter for part in parts):
         return "a sequence has a LoRA adapter with weights that no recorded step reads"
     if any(row.scored_token_id is not None for part in parts for row in part.rows):
         return "a sequence scores a token"
@@ -240,12 +254,14 @@ def _why_eager(batch: Batch, *, has_adapters: bool) -> str:
     )
 
 
-def _is_replayable(batch: Batch) -> bool:
+def _is_replayable(batch: Batch, model: RecordedModel) -> bool:
     """Whether each sequence has one new token, or drafts to verify, and draws from the model's own
     logits."""
     parts = batch.slices
     repeated = sum(part.start * (len(part.token_ids) - 1) for part in parts)
-    return bool(parts) and repeated <= _MAX_REPEATED_KEYS and all(map(_is_drawn_from, parts))
+    if not parts or repeated > _MAX_REPEATED_KEYS:
+        return False
+    return all(_is_drawn_from(part) and model.takes(part) for part in parts)
 
 
 def _is_drawn_from(part: SequenceSlice) -> bool:

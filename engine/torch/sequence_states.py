@@ -87,6 +87,11 @@ class StepStates:
         if group:
             yield self._of(first_token, len(group), group)
 
+    def of_rows(self, before: torch.Tensor, after: torch.Tensor) -> SequenceStates:
+        """The states of sequences with one new token each that go on. before, after: see
+        SequenceStates; places may repeat in them for sequences with results that nobody reads."""
+        return SequenceStates(0, len(before), self._places, before, after, self._first_layer)
+
     def _of(
         self, first_token: int, num_tokens: int, places: Sequence[Sequence[int]]
     ) -> SequenceStates:

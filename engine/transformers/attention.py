@@ -15,7 +15,12 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from baton_kernels.kv_write import kv_write
-from baton_kernels.paged_attention import AttentionPlan, ScoreTerms, paged_attention
+from baton_kernels.paged_attention import (
+    AttentionPlan,
+    PlanKey,
+    ScoreTerms,
+    paged_attention,
+)
 from engine.torch.sequence_states import SequenceStates
 from engine.transformers.shared import Share
 
@@ -68,14 +73,6 @@ def set_attention(module: torch.nn.Module, attention: Attention) -> None:
 
 def _no_mask(**_: Any) -> torch.Tensor:
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanKey:
-    """Layers with equal keys share a step's plan: see baton_kernels.paged_attention."""
-
-    scale: float
-    window: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,13 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from baton.errors import UnsupportedModel
+from baton_kernels.paged_attention import PlanKey
 from engine.families.config import DTYPES
 from engine.families.overrides import NO_OVERRIDES, ROPE_FIELDS, ConfigOverrides
 from engine.families.read import read_raw
 from engine.ranks.mesh import Stage
 from engine.transformers import own_attention
-from engine.transformers.attention import PlanKey, register, set_attention
+from engine.transformers.attention import register, set_attention
 from engine.transformers.states import (
     STATE_LAYER_TYPES,
     LayerCache,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from baton.errors import MissingTensor, ModelError, TensorMismatch, UnsupportedModel
 from baton_kernels.kv_write import first_rows, head_rows
-from baton_kernels.paged_attention import AttentionPlan, AttentionSlice, plan_attention
+from baton_kernels.paged_attention import AttentionPlan, AttentionSlice, PlanKey, plan_attention
 from baton_kernels.sampling import checked_argmax
 from engine.families.overrides import NO_OVERRIDES, ConfigOverrides
 from engine.ranks.exchange import Ranks
@@ -32,7 +32,6 @@ from engine.transformers.attention import (
     ForwardContext,
     ForwardContextHolder,
     LayerAttention,
-    PlanKey,
     set_attention,
 )
 from engine.transformers.describe import (
@@ -184,6 +183,22 @@ class TransformersDecoder:
             self._stages.send(states)
         return states
 
+    def forward_planned(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        first_rows: torch.Tensor,
+        plans: Mapping[PlanKey, AttentionPlan],
+        pool: torch.Tensor,
+        scales: torch.Tensor | None,
+        of_sequences: tuple[SequenceStates, ...],
+    ) -> torch.Tensor:
+        """`forward` of tokens of which each is sampled, with given plans; of all layers, on one
+        rank. Other arguments: see PackedTokens and `forward`."""
+        rows = head_rows(first_rows, pool)
+        step = ForwardContext(pool, scales, rows, plans, None, of_sequences)
+        return self._run_body(step, token_ids, positions)
+
     def collect(self, num_rows: int) -> torch.Tensor:
         """See engine.torch.decoder.Decoder."""
         states = self._empty_states(num_rows)
@@ -219,14 +234,22 @@ class TransformersDecoder:
             of_sequences,
             first_layer,
         )
-        arguments = {"input_ids": tokens.token_ids[None], "use_cache": False}
-        if self._takes_positions:
-            arguments["position_ids"] = tokens.positions[None]
-        output = self._holder.run(step, lambda: self._body(**arguments))
+        hidden = self._run_body(step, tokens.token_ids, tokens.positions)
         if self._cut is not None and not stage.is_last:
             return self._cut.outgoing[0].contiguous()
-        hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden if tokens.sampled is None else hidden[tokens.sampled]
+
+    def _run_body(
+        self, step: ForwardContext, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """States [tokens, hidden] after all layers and the norm."""
+        arguments = {"input_ids": token_ids[None], "use_cache": False}
+        if self._takes_positions:
+            arguments["position_ids"] = positions[None]
+        hidden: torch.Tensor = self._holder.run(
+            step, lambda: self._body(**arguments)
+        ).last_hidden_state[0]
+        return hidden
 
     def _plan(
         self, key: PlanKey, slices: Sequence[AttentionSlice], pool: torch.Tensor

@@ -10,6 +10,7 @@ that is no power of two.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -24,17 +25,17 @@ from engine.families.read import read_quantization
 from engine.kv.part import KvPart
 from engine.kv.tensors.ranks import pool_sizes
 from engine.memory_plan import HeadMemory
-from engine.model_source import EnginePlan, LoadedModel
+from engine.model_source import EnginePlan, Graphs, LoadedModel
 from engine.quantization.config import QuantizationConfig
 from engine.ranks.followers import Followers, TensorPool
 from engine.ranks.mesh import Degrees, Stage
 from engine.ranks.parts import rank_parts
-from engine.ranks.rank_spec import ForeignConfig, part_bytes
+from engine.ranks.rank_spec import ForeignConfig, Recording, part_bytes
 from engine.ranks.start import start_followers
 from engine.shard import Shard
 from engine.torch.adapters import Adapter
 from engine.torch.sequence_states import ELEMENT_BYTES
-from engine.torch.step_runner import NO_STATES
+from engine.torch.step_runner import NO_STATES, StepRunner
 from engine.torch.weights import (
     ProgressHook,
     digest_checkpoint,
@@ -43,7 +44,10 @@ from engine.torch.weights import (
 )
 from engine.transformers.describe import Description, describe
 from engine.transformers.load import TransformersDecoder, load_model
+from engine.transformers.recordable import why_not
 from engine.transformers.steps import TransformersSteps
+
+_log = logging.getLogger(__name__)
 
 #: See RankSpec.code.
 RANK_MODEL = "engine.transformers.rank_model"
@@ -73,6 +77,8 @@ class TransformersModel:
         self.head_dim, self.kv_parts = found.head_dim, KEY_VALUE
         self.max_len = self.longest_len = found.max_len
         self.kv_digest = found.kv_digest
+        self._why_not_recorded: str | None = None
+        """See why_not; None until it was asked."""
 
     def for_length(self, max_model_len: int) -> TransformersModel:  # noqa: ARG002
         """See ModelSource: lengths on which it depends are refused."""
@@ -140,8 +146,33 @@ class TransformersModel:
         gathered = 2 * max_len * found.num_kv_heads * found.head_dim * DTYPE_BYTES[dtype]
         return tokens + gathered + 3 * num_seqs * found.vocab_size * 4
 
-    def graph_bytes(self, plan: EnginePlan) -> int:  # noqa: ARG002
-        return 0
+    def graph_bytes(self, plan: EnginePlan) -> int:
+        recording = self._recording(plan)
+        if recording is None:
+            return 0
+        # Imported here, because it imports Triton, which is optional.
+        from engine.transformers.recorded import recorded_bytes
+
+        dtype = getattr(torch, plan.dtype)
+        return recorded_bytes(recording, self._description, plan.layout, dtype)
+
+    def _recording(self, plan: EnginePlan) -> Recording | None:
+        """Decode steps to record; None if all run operation by operation."""
+        # Ranks share memory of the host: no GPU has several.
+        if plan.graphs is None or plan.degrees.num_ranks > 1:
+            return None
+        if self._why_not_recorded is None:
+            self._why_not_recorded = why_not(self._folder, self._description, self._overrides)
+            if self._why_not_recorded:
+                name = self._description.architecture
+                _log.warning(
+                    "decode steps of %s run operation by operation: %s",
+                    name,
+                    self._why_not_recorded,
+                )
+        if self._why_not_recorded:
+            return None
+        return Recording(plan.graphs.max_tokens, plan.max_seqs, plan.max_len)
 
     def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:  # noqa: ARG002
         raise ConfigError.of("speculative_method", files.method, NO_STATES)
@@ -178,7 +209,9 @@ class TransformersModel:
         except BaseException:
             followers.close()
             raise
-        return _LoadedTransformers(digest, decoder, followers)
+        return _LoadedTransformers(
+            digest, decoder, followers, found, plan.graphs, self._recording(plan)
+        )
 
     def load_decoder(
         self,
@@ -275,12 +308,28 @@ class _LoadedTransformers:
 
     shared_prompt_limit = None
 
-    def __init__(self, digest: str, decoder: TransformersDecoder, followers: Followers) -> None:
+    def __init__(
+        self,
+        digest: str,
+        decoder: TransformersDecoder,
+        followers: Followers,
+        description: Description,
+        graphs: Graphs | None,
+        recording: Recording | None,
+    ) -> None:
+        """recording: decode steps to record by `graphs`; None if all run operation by operation."""
         self.digest, self._decoder, self.followers = digest, decoder, followers
+        self._description, self._graphs, self._recording = description, graphs, recording
 
-    def steps(self, pool: TensorPool) -> TransformersSteps:
-        """See LoadedModel. All steps run eagerly."""
-        return TransformersSteps(self._decoder, pool, self.followers)
+    def steps(self, pool: TensorPool) -> StepRunner:
+        """See LoadedModel."""
+        eager = TransformersSteps(self._decoder, pool, self.followers)
+        if self._graphs is None or self._recording is None:
+            return eager
+        from engine.transformers.recorded import RecordedTransformers, record
+
+        model = RecordedTransformers(self._decoder, self._description, pool)
+        return record(self._recording, self._graphs, model, eager, self.followers)
 
     def close(self) -> None:
         """See LoadedModel."""

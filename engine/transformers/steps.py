@@ -53,9 +53,7 @@ class TransformersSteps:
     ) -> None:
         self._decoder, self._followers = decoder, followers
         self._memory: SlotStates | None = pool.records.get(STATE)
-        states = None
-        if self._memory is not None:
-            states = StepStates(torch.as_tensor(self._memory.data), self._memory.layout)
+        states = step_states(self._memory)
         self._forward = RankForward(decoder, pool.tensor, pool.scales, states)
 
     def run(
@@ -64,21 +62,36 @@ class TransformersSteps:
         """See StepRunner."""
         if not batch.slices:
             return EagerStep(torch.empty(0, 0), self._decoder, self._followers)
-        memory = self._memory
-        places = tuple(_begin(memory, batch)) if memory else ()
+        places = begin_step(self._memory, batch)
         with self._followers.step(batch, places, syncs_layers=layer_done is not None):
             hidden = self._forward.run(batch, places, layer_done, drawn)
-        if memory:
-            for part in batch.slices:
-                memory.end_step(part.block_table, part.start, part.start + len(part.token_ids))
+        end_step(self._memory, batch)
         if self._decoder.stage.size > 1:
             return FirstStage(len(sample_rows(batch)[0]), self._decoder, self._followers)
         return EagerStep(hidden, self._decoder, self._followers)
 
 
+def step_states(memory: SlotStates | None) -> StepStates | None:
+    """The states as steps of one rank use them; None without layers that have any."""
+    if memory is None:
+        return None
+    return StepStates(torch.as_tensor(memory.data), memory.layout)
+
+
+def begin_step(memory: SlotStates | None, batch: Batch) -> tuple[tuple[int, int], ...]:
+    """Numbers of the places of the states before and after each slice; none without layers that
+    have any. Raises EngineFault for a slice with missing earlier states."""
+    return () if memory is None else tuple(_begin(memory, batch))
+
+
+def end_step(memory: SlotStates | None, batch: Batch) -> None:
+    """Note that a step after begin_step has written the states after each slice."""
+    if memory is not None:
+        for part in batch.slices:
+            memory.end_step(part.block_table, part.start, part.start + len(part.token_ids))
+
+
 def _begin(memory: SlotStates, batch: Batch) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of the places before and after each slice. Raises EngineFault for a slice
-    with missing earlier states."""
     for index, part in enumerate(batch.slices):
         try:
             before, after = memory.begin_step(part.block_table, part.start)

@@ -59,6 +59,13 @@ class PlacedTables(NamedTuple):
     begins: Sequence[int]
 
 
+class PlanKey(NamedTuple):
+    """Scale of the scores and window, None for none: layers with equal ones share a step's plan."""
+
+    scale: float
+    window: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class ScoreTerms:
     """Terms that a layer applies to the scores x of head h, in this order.

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).with_name("interpreted")
 FILES = frozenset(path.name for path in FOLDER.glob("test_*.py"))
 GRAPHS = frozenset({"test_step_graphs.py", "test_rank_graphs.py", "test_adapter_graphs.py"})
+FOREIGN = frozenset({"test_recorded_states.py"})
 ENGINES = frozenset({"test_whole_engine.py", "test_batch_invariant_engine.py"})
 GROUPS = frozenset({"test_window_slots.py", "test_device_states.py"})
 ATTENTION = frozenset({"test_paged_attention.py", "test_latent_attention.py"})
@@ -28,12 +29,13 @@ KV = frozenset({"test_kv_pack.py", "test_kv_pack_summed.py"})
     "names",
     [
         pytest.param(GRAPHS, marks=pytest.mark.long, id="recorded steps"),
+        pytest.param(FOREIGN, marks=pytest.mark.long, id="recorded steps of transformers' code"),
         pytest.param(ENGINES, marks=pytest.mark.long, id="engines"),
         pytest.param(GROUPS, marks=pytest.mark.long, id="windows and states"),
         pytest.param(ATTENTION, marks=pytest.mark.long, id="attention"),
         pytest.param(KV, id="KV"),
         pytest.param(
-            FILES - GRAPHS - ENGINES - GROUPS - ATTENTION - KV,
+            FILES - GRAPHS - FOREIGN - ENGINES - GROUPS - ATTENTION - KV,
             marks=pytest.mark.long,
             id="other kernels",
         ),

@@ -13,9 +13,13 @@ from engine.kv.tensors.pinned_staging import PinnedStagingBuffer
 from engine.kv.tensors.state_memory import (
     SlotStates,
     StatePlace,
+    state_bytes,
     state_records,
     state_shape,
 )
+
+#: Slots in a device's memory that no sequence has, see SlotStates.padding.
+_NUM_PADDING_SLOTS = 1
 
 
 class DeviceStates(SlotStates):
@@ -34,8 +38,15 @@ class DeviceStates(SlotStates):
     ) -> None:
         """order: of the pool next to it. Others: see SlotStates."""
         super().__init__(layout, num_blocks, num_slots)
-        self.data = torch.zeros(state_shape(layout, num_slots), dtype=torch.uint8, device=device)
+        shape = state_shape(layout, num_slots + _NUM_PADDING_SLOTS)
+        self.data = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._order, self._pinned = order, PinnedStagingBuffer(device)
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """See SlotStates: the places of the slot behind all others."""
+        slot = self.slots.num_slots
+        return StatePlace(slot, 0).number, StatePlace(slot, 1).number
 
     def read(self, place: StatePlace, layers: slice, out: memoryview) -> None:
         with self._order.copying():
@@ -44,6 +55,11 @@ class DeviceStates(SlotStates):
     def write(self, place: StatePlace, layers: slice, data: memoryview) -> None:
         with self._order.copying():
             self._pinned.to_device(data, self.data[place][layers].view(-1))
+
+
+def record_bytes_on(device: torch.device, layout: KvLayout, num_slots: int) -> int:
+    """Bytes of the states of records_on."""
+    return state_bytes(layout, num_slots + _NUM_PADDING_SLOTS * (device.type != "cpu"))
 
 
 def records_on(

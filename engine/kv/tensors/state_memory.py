@@ -51,6 +51,12 @@ class SlotStates(ABC):
         self._num_tokens = np.full((num_slots, STATES_PER_SLOT), -1, dtype=np.int64)
         """Number of tokens that the states follow; -1 if there are none."""
 
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """Numbers of two places of no slot, for padding sequences of recorded steps: one that they
+        read, of zeros, and one that they write. Empty where no steps are recorded."""
+        return ()
+
     @abstractmethod
     def read(self, place: StatePlace, layers: slice, out: memoryview) -> None:
         """Copy the states of some layers to `out`, in the calling thread."""

@@ -15,7 +15,8 @@ from baton.errors import ConfigError
 from baton_kernels.gpu.attention_plan import SPLIT_TOKENS
 from baton_kernels.gpu.padded_plan import partial_bytes
 from engine.cuda.graph_device import CalledGraphs, Graph
-from engine.cuda.step_graphs import MAX_PARTIAL_BYTES, plan_graphs
+from engine.cuda.recorded_decoder import sizes_of
+from engine.cuda.step_graphs import MAX_PARTIAL_BYTES, GraphPlan, plan_graphs
 from engine.cuda.step_shapes import StepShape
 from engine.families.config import ModelConfig
 from engine.families.read import parse_config
@@ -46,6 +47,11 @@ def pool_of(config: ModelConfig) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
+def plan_of(config: ModelConfig, largest_batch: int, max_model_len: int) -> GraphPlan:
+    sizes = sizes_of(config, torch.bfloat16)
+    return plan_graphs(sizes, pool_of(config), torch.bfloat16, largest_batch, max_model_len)
+
+
 def memory(available_bytes: int, graph_bytes: int) -> MemoryPlan:
     return plan_memory(
         LLAMA_8B,
@@ -60,22 +66,22 @@ def memory(available_bytes: int, graph_bytes: int) -> MemoryPlan:
 
 
 def test_shapes_reach_the_longest_context() -> None:
-    plan = plan_graphs(LLAMA_8B, pool_of(LLAMA_8B), torch.bfloat16, 8, 8192)
+    plan = plan_of(LLAMA_8B, 8, 8192)
     assert plan.shapes[0] == StepShape(1, 1)
     assert plan.shapes[-1] == StepShape(8, 8 * 8192 // SPLIT_TOKENS)
 
 
 def test_windows_bound_what_a_context_takes() -> None:
     config = replace(LLAMA_8B, windows=(1000,) * LLAMA_8B.num_layers)
-    plan = plan_graphs(config, pool_of(config), torch.bfloat16, 8, 8192)
+    plan = plan_of(config, 8, 8192)
     assert plan.shapes[-1].num_items == 8 * 3
     mixed = replace(LLAMA_8B, windows=(1000, None) * (LLAMA_8B.num_layers // 2))
-    assert plan_graphs(mixed, pool_of(mixed), torch.bfloat16, 8, 8192).shapes[-1].num_items == 128
+    assert plan_of(mixed, 8, 8192).shapes[-1].num_items == 128
 
 
 def test_partial_results_are_bounded() -> None:
     pool = pool_of(LLAMA_8B)
-    plan = plan_graphs(LLAMA_8B, pool, torch.bfloat16, 512, 131072)
+    plan = plan_of(LLAMA_8B, 512, 131072)
     most = max(shape.num_items for shape in plan.shapes)
     one_part = partial_bytes(pool, plan.tile, LLAMA_8B.num_heads)
     assert most * one_part <= MAX_PARTIAL_BYTES
