@@ -278,11 +278,10 @@ class TransformersDecoder:
         found = self._description
         self._share.join(ranks)
         self._check()
-        if self._share.shard.size == 1:
-            # Ranks that exchange results within a layer would have to find the same.
-            self.most_state_rows = states.most_rows(
-                self._model, found.state_layers, found.hidden_size, self.dtype
-            )
+        # Ranks exchange results within a layer, so all call it with the same rows.
+        self.most_state_rows = self._share.least(
+            states.most_rows(self._model, found.state_layers, found.hidden_size, self.dtype)
+        )
         self._stages = stages
         if self._cut is not None:
             self._cut.drop_others(self.stage)

@@ -29,6 +29,11 @@ class Share:
         """See Ranks."""
         self._ranks.meet()
 
+    def least(self, number: int) -> int:
+        """The smallest of all ranks' numbers, each at most 2^24."""
+        parts = self._ranks.gather(torch.tensor([[number]], dtype=torch.float32))
+        return int(parts.min())
+
     def rows(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a weight or bias, with rows of zeros if other ranks have more."""
         own = self.shard.part(len(whole))

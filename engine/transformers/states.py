@@ -228,7 +228,8 @@ def most_rows(
 
     On a CPU such a call gives a sequence the bits that it has alone for every number of rows up to
     the result, which is tried here: torch may compute products of other shapes otherwise, and the
-    rest of a vector. Elsewhere no such thing is promised.
+    rest of a vector. Elsewhere no such thing is promised. All ranks of a tensor-parallel group call
+    this at once, and may find different numbers.
     """
     if next(model.parameters()).device.type != "cpu":
         return _MOST_ROWS_ELSEWHERE
@@ -258,13 +259,14 @@ def _most_rows(
 
     alone = [run(slice(row, row + 1)) for row in range(_MOST_ROWS)]
     outputs, elements = (torch.cat(parts) for parts in zip(*alone, strict=True))
+    found = 1
+    # Ranks exchange results within a layer, so all make the same calls whatever these give.
     for num_rows in range(2, _MOST_ROWS + 1):
         output, after = run(slice(num_rows))
-        if not (
-            torch.equal(output, outputs[:num_rows]) and torch.equal(after, elements[:num_rows])
-        ):
-            return num_rows - 1
-    return _MOST_ROWS
+        pairs = ((output, outputs), (after, elements))
+        is_same = all(torch.equal(got, wanted[:num_rows]) for got, wanted in pairs)
+        found += is_same and found == num_rows - 1
+    return found
 
 
 def install(

@@ -16,6 +16,8 @@ from baton_kernels.cpu.library import library
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.layout import groups_of
 from engine.torch.engine import TorchEngine
+from engine.torch.sequence_states import SequenceStates
+from engine.transformers import states
 from engine.transformers.source import TransformersModel
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.engine.ranks.conftest import LoadRanks
@@ -107,6 +109,65 @@ def test_ranks_compute_what_one_computes(
     assert torch.equal(found, expected)
     assert kv_of(several) == kv_of(one)
     assert states_of(several) == states_of(one)
+
+
+#: A step of one more token of each prompt.
+NEXT = Batch(
+    tuple(
+        SequenceSlice(
+            *((7,), len(tokens), range(8 * index, 8 * index + 8)),
+            (SampleRow(0, SAMPLED, (), 1),),
+        )
+        for index, tokens in enumerate(PROMPTS)
+    )
+)
+
+
+@pytest.mark.parametrize("name", ["lfm2", slow("granitemoehybrid"), slow("qwen3_next")])
+def test_ranks_call_a_layer_with_a_state_once_for_several_sequences(
+    name: str, tmp_path: Path, load_ranks: LoadRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as each rank may."""
+    path = make_checkpoint(tmp_path, name)
+    common = {"model_impl": "transformers", "num_blocks": 32, "max_num_seqs": 32}
+    monkeypatch.setattr(states, "most_rows", lambda *_: 1)
+    one_by_one = load_ranks(path, 2, **common)
+    allowed = iter((5, 2))
+    monkeypatch.setattr(states, "most_rows", lambda *_: next(allowed))
+    together, seen = load_ranks(path, 2, **common), list[int]()
+    advance = states._LayerStates._advance
+
+    def note(layer: Any, hidden: torch.Tensor, part: SequenceStates) -> torch.Tensor:
+        seen.append(part.num_sequences)
+        return advance(layer, hidden, part)
+
+    monkeypatch.setattr(states._LayerStates, "_advance", note)
+    expected, found = run(one_by_one), run(together)
+    torch.testing.assert_close(found, expected)
+    seen.clear()
+    expected = one_by_one.logits(NEXT)
+    assert set(seen) == {1}
+    seen.clear()
+    found = together.logits(NEXT)
+    assert set(seen) == {2, 1}
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["lfm2", slow("granitemoehybrid")])
+def test_ranks_try_rows_together_and_have_the_bits_of_one(
+    name: str, tmp_path: Path, load_ranks: LoadRanks
+) -> None:
+    path = make_checkpoint(tmp_path, name)
+    common = {"model_impl": "transformers", "num_blocks": 32, "max_num_seqs": 32}
+    found = []
+    for size in (1, 2):
+        engine = load_ranks(path, size, **common)
+        run(engine)
+        found.append(engine.logits(NEXT))
+    if library() is None:
+        torch.testing.assert_close(found[1], found[0])
+    else:
+        assert torch.equal(found[1], found[0])
 
 
 SHAPE = SimShape(
