@@ -1,11 +1,11 @@
 """Time to a refusal by each door, with latency targets: real processes far beyond their capacity.
 
-    python -m bench.refusals [--set NAME=VALUE ...] [--times 10] [--for-s 20] [--deadline-s 5]
-        [--ttft-ms 2000] [--tpot-ms 60] [--write docs/fleet.md]
+    python -m bench.refusals [--set NAME=VALUE ...] [--times 5 --times 10 ...] [--for-s 20]
+        [--deadline-s 5] [--ttft-ms 2000] [--tpot-ms 60] [--write docs/fleet.md]
 
-Starts a gateway and a worker of each tier on oracle engines, which take time and no CPU, measures
-their capacity by a closed loop, then sends an open loop of `--times` as many requests/s, all with
-the same deadline, by gRPC and by HTTP. A refusal is RESOURCE_EXHAUSTED, or status 429 with
+Starts a gateway and a worker of each tier on oracle engines, which take time and little CPU,
+measures their capacity by a closed loop, then sends open loops of `--times` as many requests/s, all
+with the same deadline, by gRPC and by HTTP. A refusal is RESOURCE_EXHAUSTED, or status 429 with
 Retry-After. Its time is that of the client, from sending the request to having read the answer, so
 it includes both sides' work on the connection. bench.overload has goodput by load, and how good the
 advice is.
@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
+import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +37,7 @@ from bench.measure import Record, Slo
 from bench.overload import MAX_REFUSAL_MS, Level, capacity_of, level_of
 from bench.plan import LoadOptions, Run, entries_of, load_of
 from bench.suite.markdown import Goal, about, goal_line, number, replaced, table
+from bench.threads import cpu_seconds
 from bench.workload import LoadRequest
 
 #: Of the page that --write names.
@@ -46,11 +49,12 @@ _LOAD, _NUM_PLACES, _STEP_MS = LoadOptions(num_input_tokens=64, num_output_token
 @dataclasses.dataclass(frozen=True, slots=True)
 class DoorResult:
     """One load by one door. inside: answers per second of the load within both targets, counted as
-    Level.goodput."""
+    Level.goodput. cores: that were used, by gateway, workers and client."""
 
     door: str
     level: Level
     inside: float
+    cores: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def row(self) -> list[str]:
         level = self.level
@@ -65,6 +69,7 @@ class DoorResult:
             f"{number(level.refusal_p50_ms)} / {number(level.refusal_p99_ms)} / "
             f"{number(level.refusal_max_ms)}",
             number(level.lag_p99_ms),
+            " / ".join(f"{cores:.2f}" for cores in self.cores),
             ", ".join(f"{n} {why}" for why, n in level.late.items()) or "0",
         ]
 
@@ -79,6 +84,7 @@ HEADINGS = (
     "refused",
     "refused after, ms, p50 / p99 / longest",
     "client late, ms, p99",
+    "cores: gateway / workers / client",
     "neither",
 )
 
@@ -87,22 +93,24 @@ HEADINGS = (
 class Plan:
     """times: of the capacity. for_s: of the load by each door. deadline_s: of each request."""
 
-    times: float
+    times: tuple[float, ...]
     for_s: float
     deadline_s: float
     slo: Slo
 
 
-def result_of(door: str, plan: Plan, rate: float, records: Sequence[Record]) -> DoorResult:
-    """Both counts of one load. rate: requests/s."""
+def result_of(
+    door: str, plan: Plan, times: float, rate: float, records: Sequence[Record]
+) -> DoorResult:
+    """Both counts of one load. times: of the capacity. rate: requests/s."""
     inside = [
         record if plan.slo.is_met_by(record) else dataclasses.replace(record, pieces=())
         for record in records
     ]
     return DoorResult(
         door,
-        level_of(plan.times, rate, plan.deadline_s, records),
-        level_of(plan.times, rate, plan.deadline_s, inside).goodput,
+        level_of(times, rate, plan.deadline_s, records),
+        level_of(times, rate, plan.deadline_s, inside).goodput,
     )
 
 
@@ -119,21 +127,35 @@ async def measure(
         return load_of(load, entries, Run("", rate, 0), model.vocab_size)[0]
 
     capacity = await capacity_of(client, requests_at(64 / plan.for_s, 0), 2 * num_places)
-    rate = plan.times * capacity
     results: list[DoorResult] = []
-    for door in ("gRPC", "HTTP"):
+    for times, door in itertools.product(plan.times, ("gRPC", "HTTP")):
+        rate = times * capacity
         requests, salt = requests_at(rate, len(results)), secrets.token_hex(8)
         gc.collect()
         gc.freeze()  # a collection would pause this process, and delay refusals
+        using = asyncio.create_task(_cores_used(cluster, plan.for_s))
         if door == "gRPC":
             options = DriveOptions(cache_salt=salt, timeout_s=plan.deadline_s)
             records = await drive(client, requests, options)
         else:
             address = cluster.http_address
             records = await drive_http(address, requests, salt, deadline_s=plan.deadline_s)
-        results.append(result_of(door, plan, rate, records))
+        result = result_of(door, plan, times, rate, records)
+        results.append(dataclasses.replace(result, cores=await using))
         typer.echo(f"{results[-1]}", err=True)
     return capacity, results
+
+
+async def _cores_used(cluster: Cluster, for_s: float) -> tuple[float, float, float]:
+    """Cores that gateway, workers and this process use in the mean of the next seconds."""
+    pids = {name: cluster.pid_of(name) for name in cluster.names}
+    of_gateway = [pid for name, pid in pids.items() if name == "gateway"]
+    of_workers = [pid for name, pid in pids.items() if name != "gateway"]
+    groups = (of_gateway, of_workers, [os.getpid()])
+    before_s = [sum(map(cpu_seconds, group)) for group in groups]
+    await asyncio.sleep(for_s)
+    used = [sum(map(cpu_seconds, each)) - s for each, s in zip(groups, before_s, strict=True)]
+    return used[0] / for_s, used[1] / for_s, used[2] / for_s
 
 
 def markdown(
@@ -148,7 +170,10 @@ def markdown(
         f"{slo.tpot_ms:g} ms a token."
     )
     goal = Goal("refusals' p99, ms", MAX_REFUSAL_MS, is_at_most=True)
-    shown = {result.door: result.level.refusal_p99_ms for result in results}
+    shown = {
+        f"{result.door} at {result.level.times:g} times": result.level.refusal_p99_ms
+        for result in results
+    }
     rows = table(HEADINGS, [result.row() for result in results])
     return "\n".join([f"{conditions} {what}", "", rows, "", goal_line(goal, shown)])
 
@@ -158,7 +183,9 @@ def main(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Option of `baton serve`."),
     ] = None,
-    times: Annotated[float, typer.Option(min=1, help="Of the capacity.")] = 10.0,
+    times: Annotated[
+        list[float] | None, typer.Option(min=1, help="Of the capacity; 5 and 10 if not given.")
+    ] = None,
     for_s: Annotated[float, typer.Option(help="How long each load lasts.")] = 20.0,
     deadline_s: Annotated[float, typer.Option(help="Of each request.")] = 5.0,
     ttft_ms: Annotated[float, typer.Option(min=1)] = 2000.0,
@@ -169,7 +196,7 @@ def main(
     if for_s <= deadline_s:
         raise typer.BadParameter("--for-s: give more than --deadline-s, for what is counted later")
     started_at = now()
-    plan = Plan(times, for_s, deadline_s, Slo(ttft_ms, tpot_ms))
+    plan = Plan(tuple(times or (5.0, 10.0)), for_s, deadline_s, Slo(ttft_ms, tpot_ms))
     settings = {
         "engine": "oracle",
         "oracle_step_ms": _STEP_MS,

@@ -57,6 +57,10 @@ _Opened = tuple[WorkerLink, int]
 #: event, time.
 _Reduce = Callable[[Assignment, int, SequenceEvent, float], Sequence[Action]]
 
+#: Seconds between two pieces of an output while the gateway refuses requests. A piece costs both
+#: sides about as much as a refusal, whatever number of tokens it has.
+GATHER_S = 0.05
+
 #: Tokens decoded per piece: about five milliseconds without a garbage collection.
 _TOKENS_A_PIECE = 4096
 
@@ -115,6 +119,10 @@ class RequestDriver:
         self._best: list[tuple[int, Piece]] | None = None
         """With best_of: pieces not sent yet, in reverse order; None until all choices have
         ended."""
+        self._gathering: asyncio.TimerHandle | None = None
+        """Delivers the news, while more may be added to them."""
+        self._sent_s = 0.0
+        """Time of the last piece, on the event loop's clock."""
         self._is_delivering = True
         """Whether `_deliver` is running, or a write to the client is pending."""
         self._actions: list[Action] = []
@@ -159,6 +167,7 @@ class RequestDriver:
             raise
         finally:
             deadline.cancel()
+            self._stop_gathering()
             self._delivery.close()
             self._deps.migrator.remove(running)
             self._perform(self.state.on_close())
@@ -191,6 +200,7 @@ class RequestDriver:
         try:
             while (taken := self._next_piece()) is not None:
                 index, piece = taken
+                self._sent_s = self._loop.time()
                 on_its_way = self._delivery.send(index, piece, self.state.prompt_logprobs)
                 if on_its_way is not None:
                     on_its_way.add_done_callback(self._on_taken)
@@ -200,6 +210,28 @@ class RequestDriver:
         self._is_delivering = False
         if self._error is not None or not self.state.num_running:
             self._end(self._error)
+
+    def _gathers(self) -> bool:
+        """Whether the news wait for more, which then goes in the same piece: while requests are
+        refused, unless this is the beginning or the end of an output."""
+        if not all(c.output.token_ids and c.pending for c in self._news) or any(
+            c.pending[-1].finish for c in self._news
+        ):
+            return False
+        if self._gathering is None and self._deps.dispatcher.is_refusing:
+            due_s = self._sent_s + GATHER_S
+            if self._loop.time() < due_s:
+                self._gathering = self._loop.call_at(due_s, self._on_gathered)
+        return self._gathering is not None
+
+    def _on_gathered(self) -> None:
+        self._gathering = None
+        self._deliver()
+
+    def _stop_gathering(self) -> None:
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
 
     def _next_piece(self) -> tuple[int, Piece] | None:
         """Return (index, piece) of a choice with new output, or None. With best_of: one of the
@@ -260,7 +292,8 @@ class RequestDriver:
         finally:
             self._is_performing = False
             self._actions.clear()
-        if self._news or self._error:
+        if self._error or (self._news and not self._gathers()):
+            self._stop_gathering()
             self._deliver()
 
     def _perform_one(self, action: Action) -> None:  # noqa: PLR0912, one arm per action

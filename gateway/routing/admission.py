@@ -391,6 +391,8 @@ class WaitEstimate:
     def __init__(self) -> None:
         self._served: deque[tuple[float, int]] = deque(maxlen=_NUM_LATEST)
         """(time, places) of each placement from the queue, on `_waited_s`."""
+        self._num_served = 0
+        """Places of all of these."""
         self._waited_s = 0.0
         """Seconds during which something waited: a clock that stops while the queue is empty."""
         self._since_s: float | None = None
@@ -407,13 +409,19 @@ class WaitEstimate:
         if self._since_s is not None:
             self._waited_s += now_s - self._since_s
         elif is_waiting and not self._served:
-            self._served.append((self._waited_s, 0))
+            self._append_served(0)
         self._since_s = now_s if is_waiting else None
 
     def on_served(self, width: int, now_s: float) -> None:
         """Record that a waiting item was given `width` places."""
         self.set_waiting(self._since_s is not None, now_s)
+        self._append_served(width)
+
+    def _append_served(self, width: int) -> None:
+        if len(self._served) == _NUM_LATEST:
+            self._num_served -= self._served[0][1]
         self._served.append((self._waited_s, width))
+        self._num_served += width
 
     def on_ended(self, hold_s: float, num_tokens: int) -> None:
         """Record that an output of `num_tokens` tokens ended `hold_s` after its placement."""
@@ -441,7 +449,8 @@ class WaitEstimate:
         """The estimates that there are samples for, of one place."""
         self.set_waiting(self._since_s is not None, now_s)
         estimates_s = []
-        num_served = sum([width for _, width in self._served][1:])
+        # Those of the first one were given before the time that is counted.
+        num_served = self._num_served - self._served[0][1] if self._served else 0
         if num_served:
             estimates_s.append((self._waited_s - self._served[0][0]) / num_served)
         if self._lengths.mean and (num_running := max(self._running, default=0)):

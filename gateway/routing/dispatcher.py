@@ -57,6 +57,9 @@ _WAIT_MARGIN = 1.25
 #: again when it comes back, moves or ends; and maximum sequences that have one, of about 5 KB each.
 STORED_TOKENS, _MAX_HASHERS = 1024, 1024
 
+#: Seconds after a refusal for which more is taken to come than there is room for.
+_REFUSING_S = 0.5
+
 #: Maximum requests with a recorded placement time, from which running times are learned.
 _MAX_STARTS = 4096
 
@@ -165,6 +168,8 @@ class Dispatcher:
         self._num_tries = 0
         self._estimate = WaitEstimate()
         self._last_starts: LastStarts[Waiting] = LastStarts()
+        self._last_refusal_s = -inf
+        """Last time that a request was refused on arrival."""
         self._starts_s: OrderedDict[str, float] = OrderedDict()
         """Placement times, by request id."""
         self._spare = SparePlace()
@@ -308,6 +313,11 @@ class Dispatcher:
             self._spare.on_request(ask.account, now_s)
             raise
 
+    @property
+    def is_refusing(self) -> bool:
+        """Whether more requests come than there is room for: one was refused lately."""
+        return asyncio.get_running_loop().time() < self._last_refusal_s + _REFUSING_S
+
     def _late_s(self, ask: Ask, now_s: float) -> float:
         """Time from which the first token of a request that arrives now would miss its target;
         -infinite if it waits too long for that. Raises Overloaded if the queue is full, or if it is
@@ -316,6 +326,7 @@ class Dispatcher:
         account, width = ask.account, ask.width
         num_running = sum(worker.num_in_flight for worker in self._fleet.tier(Tier.DECODE))
         if len(queue) >= queue.max_size:
+            self._last_refusal_s = now_s
             clear_s = estimate.seconds_for(queue.width, num_running, now_s)
             raise queue_full(len(queue), queue.max_size, clear_s)
         slo = ask.slo or self._fleet.slo
@@ -332,6 +343,7 @@ class Dispatcher:
         expected_s = wait_s + estimate.hold_s(ask.max_tokens)
         left_s = ask.deadline_s - now_s
         if expected_s > left_s:
+            self._last_refusal_s = now_s
             is_told = estimate.is_agreed(now_s)
             if late_s > -inf:
                 on_time_in_s = inf

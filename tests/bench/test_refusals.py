@@ -9,7 +9,7 @@ import pytest
 from bench.measure import Record, Slo
 from bench.refusals import Plan, markdown, result_of
 
-PLAN = Plan(10.0, 20.0, 4.0, Slo(600.0, 60.0))
+PLAN = Plan((10.0,), 20.0, 4.0, Slo(600.0, 60.0))
 ANSWERED = Record(0.0, 0.0, 1.0, 8, ((0.5, 1), (0.55, 1)))
 
 
@@ -30,10 +30,12 @@ def test_answers_inside_both_targets_are_counted_apart_from_those_in_time(
         at(refused, 7.0, refusal_s),
         at(ANSWERED, 10.0, 1.0),  # after the load
     ]
-    result = result_of("HTTP", PLAN, 50.0, records)
+    result = result_of("HTTP", PLAN, 10.0, 50.0, records)
     assert result.level.goodput == pytest.approx(3 / 6)
     assert result.inside == pytest.approx(1 / 6)
     assert result.level.num_refused == 1
     shown = markdown("Here.", PLAN, 5.0, [result], "16 places")
-    assert f"HTTP {1e3 * refusal_s:.1f} {verdict}" in shown
+    assert f"HTTP at 10 times {1e3 * refusal_s:.1f} {verdict}" in shown
     assert "| HTTP | 10 | 50.0 | 5 |" in shown
+    used = replace(result, cores=(0.5, 0.25, 1.0))
+    assert "| 0.50 / 0.25 / 1.00 |" in markdown("Here.", PLAN, 5.0, [used], "16 places")

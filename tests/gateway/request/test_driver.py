@@ -21,7 +21,8 @@ from baton.events import Tokens
 from baton.types import BlockCounts, Sample, WorkerLoad
 from baton.v1 import sampling_pb2
 from gateway.intake.request import TextOptions
-from tests.support.fake_workers import expected_output, text_of
+from gateway.routing.dispatcher import Dispatcher
+from tests.support.fake_workers import expected_output, expected_outputs, text_of
 from tests.support.gateway_world import Chunk, Client, World, in_world, make_spec
 
 
@@ -44,6 +45,29 @@ def test_a_request_passes_both_tiers_and_comes_out_whole() -> None:
         assert timing.num_resumes == 0
         # The first token comes from the prefill worker, before the KV is there.
         assert list(client.chunks[0].token_ids) == expected_output(spec)[:1]
+
+    in_world(test)
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_tokens_gather_while_requests_are_refused_and_first_and_last_ones_do_not(
+    num_choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(world: World) -> None:
+        took_s: dict[bool, tuple[float, float]] = {}
+        num_chunks: dict[bool, int] = {}
+        for is_refusing in (False, True):
+            monkeypatch.setattr(Dispatcher, "is_refusing", is_refusing)
+            spec = make_spec(f"a-{is_refusing}", max_tokens=40, num_choices=num_choices)
+            begin_s = asyncio.get_running_loop().time()
+            client = await world.generate(spec, Client())
+            assert client.outputs() == expected_outputs(spec)
+            took_s[is_refusing] = client.times_s[0] - begin_s, client.times_s[-1] - begin_s
+            num_chunks[is_refusing] = len(client.chunks)
+        assert took_s[True] == pytest.approx(took_s[False])
+        # Steps take 10 ms.
+        assert num_chunks[False] > 30 * num_choices
+        assert num_chunks[True] <= num_chunks[False] / 3
 
     in_world(test)
 
