@@ -207,9 +207,11 @@ def _steering(own: GatewayOptions, fleet: Fleet, dispatcher: Dispatcher) -> Stee
     )
 
 
-#: Collections of the middle generation per full one, 10 by default: requests leave nothing in
-#: cycles, and a full one stops the loop for tens of milliseconds where a thousand of them run.
-_MIDDLE_COLLECTIONS = 100
+#: New objects per collection of the youngest generation, these per one of the middle generation,
+#: and those per full one; 700, 10 and 10 by default. Requests leave nothing in cycles, and a
+#: collection stops the loop: a full one for a hundred milliseconds where a thousand of them run,
+#: and one of the middle generation for ten under overload.
+_COLLECTIONS = (5_000, 5, 200)
 
 
 async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
@@ -218,7 +220,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     # The docstring is the command's help. Serves at once, with or without workers; raises
     # StartupError without a tokenizer, or if the address is taken.
     clock = PhaseClock()
-    gc.set_threshold(*gc.get_threshold()[:2], _MIDDLE_COLLECTIONS)
+    gc.set_threshold(*_COLLECTIONS)
     api_keys = read_api_keys(options)
     report_phase("loading tokenizer")
     accounts = {digest_of(key): settings for key, settings in api_keys.items()}

@@ -18,7 +18,7 @@ import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import BY_REASON, BatonError, Cancelled, EngineFault, InvalidRequest
 from baton.rpc.message_fields import has_more_fields
-from baton.rpc.status import REQUEST_ID_KEY, abort
+from baton.rpc.status import REQUEST_ID_KEY, abort, set_status
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _log = logging.getLogger(__name__)
@@ -97,10 +97,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 except grpc.aio.AbortError:
                     raise
                 except Exception as error:  # noqa: BLE001, the one border where any failure becomes a status
+                    if answers_stream:
+                        # An abort leaves a cycle of the call and the exception's frames, which
+                        # waits for the garbage collector with all that they have.
+                        set_status(context, _error_of(context, method, error))
+                        return None
                     # InternalError: the client is gone, or the deadline has passed. grpc has
                     # recorded the abort, and ends the call silently when the handler returns.
                     with suppress(grpc.aio.InternalError):
-                        await _fail(context, method, error)
+                        await abort(context, _error_of(context, method, error))
                 finally:
                     self._num_running -= 1
                     if self._num_running == 0:
@@ -189,9 +194,10 @@ async def _drain(result: Any, context: _Context) -> None:
             await write_to(context, response)
 
 
-async def _fail(context: _Context, method: str, error: Exception) -> NoReturn:
+def _error_of(context: _Context, method: str, error: Exception) -> BatonError:
+    """The error to send; what is none of ours is logged."""
     if isinstance(error, BatonError) and error.reason in BY_REASON:
-        await abort(context, error)
+        return error
     request_id = given_request_id(context.invocation_metadata()) or uuid.uuid4().hex
     _log.error(
         "%s failed: %s\n%s",
@@ -200,13 +206,10 @@ async def _fail(context: _Context, method: str, error: Exception) -> NoReturn:
         "".join(_frames(error)),
         extra={"request_id": request_id},
     )
-    await abort(
-        context,
-        EngineFault(
-            f"{type(error).__name__} in {method}; the server's log has the cause "
-            f"under request id {request_id}",
-            request_id=request_id,
-        ),
+    return EngineFault(
+        f"{type(error).__name__} in {method}; the server's log has the cause "
+        f"under request id {request_id}",
+        request_id=request_id,
     )
 
 

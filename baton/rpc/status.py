@@ -131,6 +131,14 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
     await context.abort_with_status(to_status(error))
 
 
+def set_status(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
+    """Make the error's rich status that of the RPC, once its handler returns."""
+    proto = to_proto(error)
+    context.set_code(error.code)
+    context.set_details(proto.message)
+    context.set_trailing_metadata(((DETAILS_KEY, proto.SerializeToString()),))
+
+
 def from_proto(status: status_pb2.Status) -> BatonError | None:
     """The error in a rich status; None without our ErrorInfo, or for an unknown reason."""
     info = _detail(status, error_details_pb2.ErrorInfo())
