@@ -291,6 +291,15 @@ def test_the_places_before_an_item_are_known_for_both_kinds(
     assert abs(served(queue).index(last) - expected) <= (2 * LATE_EVERY if is_late else 3)
 
 
+def test_looser_targets_of_its_account_come_after_an_item() -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(100)
+    for number in range(10):
+        queue.add(Item(number, b"a", ttft_s=60.0, late_s=60.0))
+    assert [queue.width_before(b"a", 1, ttft_s) for ttft_s in (1.0, 60.0, inf)] == [0, 10, 10]
+    # Those of another account are served beside it, whatever they are.
+    assert queue.width_before(b"b", 1, 1.0) == 1
+
+
 @dataclass(eq=False)
 class Starting:
     """For LastStarts."""
