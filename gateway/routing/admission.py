@@ -10,8 +10,9 @@ only.
 With a target of the first token, requests that can still meet it precede those that cannot, which
 get one place of LATE_EVERY: under overload first come, first served would make every request late.
 A request that would wait too long behind those on time is late from its arrival on: so the others
-stay on time, though the one that is due first goes first. Classes of requests have targets of their
-own, and an account's request that is due sooner goes first.
+stay on time, though the one that is due first goes first. If the wait turns out shorter, those of
+them that can still be on time go first, with most time left, so new and short ones. Classes of
+requests have targets of their own, and an account's request that is due sooner goes first.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Queued(Protocol):
     width: places that it takes.
     is_return: it was placed before, and is served ahead of first admissions.
     ttft_s: its target of the first token; infinite without.
-    late_s: time from which its first token misses it; -infinite if it was late on arrival."""
+    late_s: time from which its first token misses it; -infinite if it was late on arrival.
+    until_s: the same, as if nobody else waited; -infinite for one that is to wait for its turn."""
 
     @property
     def rank(self) -> Rank: ...
@@ -69,6 +71,8 @@ class Queued(Protocol):
     def ttft_s(self) -> float: ...
     @property
     def late_s(self) -> float: ...
+    @property
+    def until_s(self) -> float: ...
 
 
 QueuedT = TypeVar("QueuedT", bound=Queued)
@@ -86,6 +90,9 @@ class AdmissionQueue(Generic[QueuedT]):
         self._heaps: dict[bytes, list[Rank]] = {}
         """Of each account, those that were not late when they were last looked at."""
         self._late: dict[bytes, list[Rank]] = {}
+        self._late_in_time: dict[bytes, list[tuple[int, float, float, Rank]]] = {}
+        """Of these and others, of a priority the tightest targets first, and of these most time
+        left: (priority, ttft_s, -until_s, rank)."""
         self._late_widths: Counter[bytes] = Counter()
         """Waiting places of these, by account."""
         self._late_ranks: set[Rank] = set()
@@ -154,8 +161,30 @@ class AdmissionQueue(Generic[QueuedT]):
         return (
             (self._pop_of(self._late, but_of) if is_turn_of_late else None)
             or self._pop_of(self._heaps, but_of)
+            or self._pop_in_time(but_of)
             or self._pop_of(self._late, but_of)
         )
+
+    def _pop_in_time(self, but_of: Collection[bytes]) -> QueuedT | None:
+        """Remove and return the late item with most time left, if any, of the account to serve
+        next, or None."""
+        heads = [
+            (self._counters[account], across_accounts(rank), rank)
+            for account, entries in self._late_in_time.items()
+            if account not in but_of
+            and (rank := self._first_in_time(entries)) is not None
+            and not self.is_held(account)
+        ]
+        return self._take(min(heads)[2]) if heads else None
+
+    def _first_in_time(self, entries: list[tuple[int, float, float, Rank]]) -> Rank | None:
+        """Drops the entries of items that were removed or have no time left."""
+        while entries:
+            *_, negative_s, rank = entries[0]
+            if rank in self._items and -negative_s > self._now_s:
+                return rank
+            heapq.heappop(entries)
+        return None
 
     def _pop_of(self, heaps: dict[bytes, list[Rank]], but_of: Collection[bytes]) -> QueuedT | None:
         """Remove and return the first of these of the account to serve next, or None."""
@@ -178,6 +207,12 @@ class AdmissionQueue(Generic[QueuedT]):
         self._late_ranks.add(item.rank)
         self._late_widths[item.account] += item.width
         heapq.heappush(self._late.setdefault(item.account, []), item.rank)
+        if item.until_s > self._now_s:
+            entries = self._late_in_time.setdefault(item.account, [])
+            heapq.heappush(entries, (item.rank[0], item.ttft_s, -item.until_s, item.rank))
+            # What was taken by its rank, or put back, leaves an entry.
+            if len(entries) > self._max_entries(item.account):
+                entries[:] = sorted({entry for entry in entries if entry[-1] in self._items})
 
     def _heads_of(
         self, heaps: dict[bytes, list[Rank]], but_of: Collection[bytes]
@@ -203,7 +238,7 @@ class AdmissionQueue(Generic[QueuedT]):
         """Charge the account of a popped item for the places it was given."""
         self.ignores_rivals = False
         if not item.is_return:
-            is_late = item.late_s <= self._now_s
+            is_late = max(item.late_s, item.until_s) <= self._now_s
             self._num_on_time = 0 if is_late else self._num_on_time + item.width
             counter = self._counters.get(item.account, self._floor)
             self._floor = max(self._floor, counter)
@@ -318,6 +353,7 @@ class AdmissionQueue(Generic[QueuedT]):
                 self._heaps.pop(item.account, None)
                 self._on_time_widths.pop(item.account, None)
                 self._late.pop(item.account, None)
+                self._late_in_time.pop(item.account, None)
         return item
 
     def _forget_idle(self) -> None:

@@ -57,6 +57,10 @@ _WAIT_MARGIN = 1.25
 #: again when it comes back, moves or ends; and maximum sequences that have one, of about 5 KB each.
 STORED_TOKENS, _MAX_HASHERS = 1024, 1024
 
+#: Targets of the first token that a deadline is away at least, for the request to be served out of
+#: its turn: those that it overtakes wait longer, and some until they are refused.
+_PATIENCE = 10
+
 #: Seconds after a refusal for which more is taken to come than there is room for.
 _REFUSING_S = 0.5
 
@@ -105,6 +109,9 @@ class Waiting:
     on arrival."""
     ttft_s: float = inf
     """That target; infinite without."""
+    until_s: float = field(init=False)
+    """As late_s, as if nobody else waited; -infinite with a deadline soon after it, by which one
+    that is late on arrival is promised its turn."""
     rank: Rank = field(init=False)
     """Order of service: priority, then when the first token is due, so by arrival among equal
     targets."""
@@ -117,6 +124,8 @@ class Waiting:
         priority, arrival_ns, name, choice = self.spec.rank
         target_ns = 0 if self.ttft_s == inf else round(1e9 * self.ttft_s)
         self.rank = (priority, arrival_ns + target_ns, name, choice)
+        is_patient = self.deadline_s - self.late_s >= _PATIENCE * self.ttft_s
+        self.until_s = self.late_s if is_patient else -inf
 
     @property
     def width(self) -> int:

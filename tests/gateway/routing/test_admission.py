@@ -31,6 +31,7 @@ class Item:
     priority: int = 0
     ttft_s: float = inf
     late_s: float = inf
+    until_s: float = -inf
 
     @property
     def rank(self) -> Rank:
@@ -230,6 +231,26 @@ def test_what_is_removed_is_not_served() -> None:
     for item in (items[0], items[2], items[2]):
         queue.remove(item)
     assert served(queue) == [items[1], items[3]]
+
+
+def test_late_ones_that_can_still_be_on_time_go_first_once_no_others_wait() -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(100)
+    hopeless = [Item(number, late_s=-inf, until_s=1.0) for number in range(3)]
+    others = [Item(number, late_s=-inf, until_s=float(number)) for number in (10, 11, 12)]
+    urgent = Item(20, priority=-1, late_s=-inf, until_s=5.0)
+    on_time = Item(30, late_s=40.0, until_s=40.0)
+    for item in (*hopeless, *others, urgent, on_time):
+        queue.add(item)
+    assert served(queue, now_s=2.0) == [on_time, urgent, *others[::-1], *hopeless]
+
+
+def test_late_ones_get_their_turns_while_others_can_still_be_on_time() -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(100)
+    hopeless = Item(0, late_s=-inf, until_s=1.0)
+    queue.add(hopeless)
+    for number in range(1, 3 * LATE_EVERY):
+        queue.add(Item(number, late_s=-inf, until_s=10.0 + number))
+    assert served(queue, now_s=2.0).index(hopeless) < LATE_EVERY
 
 
 @pytest.mark.parametrize("late_s", [inf, 0.0])

@@ -41,6 +41,7 @@ class Item:
     is_return: bool = False
     ttft_s: float = inf
     late_s: float = inf
+    until_s: float = inf
 
 
 class Gateways:
