@@ -80,15 +80,12 @@ def _router_weight(weight: torch.Tensor, allocate: Allocate) -> torch.Tensor:
 
 
 def pack_linears(model: PreTrainedModel, share: Share) -> None:
-    """Replace the model's linear layers by the rank's parts, one at a time, dropping each original.
-    On a GPU only the interface for experts is set."""
+    """Replace the model's linear layers by the rank's parts, one at a time, dropping each
+    original."""
     allocate = Arena().take
-    is_host = model.device.type == "cpu"
     ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _forward_experts)
     for config in configs_of(model):
-        config._experts_implementation_internal = _EXPERTS if is_host else "grouped_mm"
-    if not is_host:
-        return
+        config._experts_implementation_internal = _EXPERTS
     unpacked = own_weights(model)
     for name, module in list(model.named_modules()):
         if name in unpacked:

@@ -42,7 +42,7 @@ from engine.transformers.describe import (
     read_transformers_config,
     takes_positions,
 )
-from engine.transformers.linears import pack_linears
+from engine.transformers.devices import kind_of
 from engine.transformers.shared import Share
 from engine.transformers.stages import LayerCut
 
@@ -94,7 +94,7 @@ def load_model(
     stock = [(config, config._attn_implementation) for config in configs_of(model)]
     prepare(model, device)
     share = Share(shard)
-    pack_linears(model, share)
+    kind_of(device).prepare(model, share)
     return TransformersDecoder(model, description, dtype, share, stock, stage)
 
 
@@ -279,8 +279,9 @@ class TransformersDecoder:
         self._share.join(ranks)
         self._check()
         # Ranks exchange results within a layer, so all call it with the same rows.
+        kind = kind_of(self._model.device)
         self.most_state_rows = self._share.least(
-            states.most_rows(self._model, found.state_layers, found.hidden_size, self.dtype)
+            kind.most_rows(self._model, found.state_layers, found.hidden_size, self.dtype)
         )
         self._stages = stages
         if self._cut is not None:

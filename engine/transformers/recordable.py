@@ -29,6 +29,7 @@ from engine.transformers.describe import (
     read_transformers_config,
     takes_positions,
 )
+from engine.transformers.device_experts import reads_them
 
 _META = torch.device("meta")
 #: What code raises that needs data.
@@ -51,16 +52,9 @@ def why_not(folder: Path, found: Description, overrides: ConfigOverrides = NO_OV
     with torch.inference_mode(), quietly():
         with torch.device("meta"):
             model = make_model(config)
-        if experts := next(filter(_has_experts, model.modules()), None):
-            return (
-                f"{type(experts).__name__} computes experts by torch's grouped product, which "
-                "may read their counts on the host"
-            )
+        if not reads_them(model):
+            return "torch's grouped product computes its experts, and may read counts on the host"
         return _run(model, found)
-
-
-def _has_experts(module: nn.Module) -> bool:
-    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
 def _run(model: nn.Module, found: Description) -> str:

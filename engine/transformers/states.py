@@ -51,8 +51,8 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "Qwen3_5MoeGatedDeltaNet": _Kind(),
     }
 )
-#: Rows of one call: as many as are tried on a CPU, and on other devices.
-_MOST_ROWS, _MOST_ROWS_ELSEWHERE = 8, 1 << 20
+#: Rows of one call that are tried.
+_MOST_ROWS = 8
 #: Names of these kinds of layers in configs.
 STATE_LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention"})
 
@@ -228,11 +228,9 @@ def most_rows(
 
     On a CPU such a call gives a sequence the bits that it has alone for every number of rows up to
     the result, which is tried here: torch may compute products of other shapes otherwise, and the
-    rest of a vector. Elsewhere no such thing is promised. All ranks of a tensor-parallel group call
+    rest of a vector. All ranks of a tensor-parallel group call
     this at once, and may find different numbers.
     """
-    if next(model.parameters()).device.type != "cpu":
-        return _MOST_ROWS_ELSEWHERE
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_MOST_ROWS, 1, hidden_size, generator=generator).to(dtype)
     # One of each kind: the others differ in their weights alone.

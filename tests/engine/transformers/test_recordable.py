@@ -27,7 +27,11 @@ def reason(folder: Path, name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["lfm2", "falcon_h1", "bamba", "qwen3_5_text", "olmo_hybrid", "gemma2", "bloom"]
+    "name",
+    [
+        *("lfm2", "falcon_h1", "bamba", "qwen3_5_text", "olmo_hybrid", "gemma2", "bloom"),
+        *("granitemoehybrid", "jamba", "lara_mini", "qwen3_next", "mixtral"),
+    ],
 )
 def test_decode_steps_need_no_host(name: str, tmp_path: Path) -> None:
     assert not reason(tmp_path, name)
@@ -37,7 +41,7 @@ def test_decode_steps_need_no_host(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("granitemoehybrid", "GraniteMoeHybridExperts computes experts"),
+        ("gpt_oss", "grouped product computes its experts"),
         ("dbrx", "nonzero, which depends on data"),
         ("mpt", "with numbers of the host"),
         ("gemma3n_text", "torch.tensor with numbers of the host"),

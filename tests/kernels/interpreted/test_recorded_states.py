@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from baton.types import KvLayout, Sampling, SequenceSpec
-from baton_kernels import linear
 from bench.gpu.interpreter import kernels_on_cpu
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.groups.state import STATE
@@ -23,9 +23,10 @@ from engine.kv.tensors.copy_order import CopyOrder
 from engine.kv.tensors.device_states import DeviceStates
 from engine.ranks import followers
 from engine.torch.engine import TorchEngine
-from engine.transformers import states
+from engine.transformers import load as foreign_load
+from engine.transformers.devices import Gpu
 from kv_transfer.transport.loopback import LoopbackHub
-from tests.kernels.interpreted.test_step_graphs import CountedGraphs, LinearByRow
+from tests.kernels.interpreted.test_step_graphs import CountedGraphs
 from tests.support.architectures import make_checkpoint
 from tests.support.drive_engine import generate, token_ids
 from tests.support.engines import load_engine
@@ -37,8 +38,8 @@ CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)
 MAX_GRAPH_SEQS, BLOCK_SIZE, NUM_BLOCKS = 4, 16, 16
 TEXTS = [[5, 77, 20, 3, 9] * 4, [40, 41], [7, 8, 9], [90]]
-#: A short convolution, Mamba 2 beside attention, the gated delta rule.
-WITH_STATES = ("lfm2", "falcon_h1", "qwen3_5_text")
+#: A short convolution, Mamba 2 beside attention, the gated delta rule with experts.
+WITH_STATES = ("lfm2", "falcon_h1", "qwen3_next")
 #: Two windows, and biases on scores.
 DENSE = ("gemma2", "falcon_alibi")
 
@@ -51,6 +52,12 @@ def on_device(
     return {STATE: DeviceStates(layout, num_blocks, num_slots, CPU, order)}
 
 
+def by_row(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """A product of which a row has the same bits among any others."""
+    y = (x[..., None, :] * layer.weight).sum(-1)
+    return y if layer.bias is None else y + layer.bias
+
+
 Load = Callable[..., TorchEngine]
 
 
@@ -58,10 +65,8 @@ Load = Callable[..., TorchEngine]
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     """Loads engines as on a GPU: kernels, weights, states, and rows of one call."""
     monkeypatch.setattr(followers, "records_on", on_device)
-    monkeypatch.setattr(states, "most_rows", lambda *_: 1 << 20)
-    monkeypatch.setattr(linear, "can_pack", lambda _: False)
-    monkeypatch.setattr(linear, "onednn_has_bfloat16", lambda: False)
-    monkeypatch.setattr(linear, "PlainLinear", LinearByRow)
+    monkeypatch.setattr(foreign_load, "kind_of", lambda _: Gpu())
+    monkeypatch.setattr(nn.Linear, "forward", by_row)
 
     def load(model: Path, graphs: CountedGraphs | None = None, **options: Any) -> TorchEngine:
         make = None if graphs is None else lambda _: graphs
@@ -197,7 +202,7 @@ NUM_TOKENS = 4
 PROMPTS = TEXTS[:2]
 
 
-@pytest.mark.parametrize("name", ["falcon_h1"])
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
 def test_tokens_after_a_handoff_are_those_of_transformers(
     name: str, load: Load, tmp_path: Path
 ) -> None:
