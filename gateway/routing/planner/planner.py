@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from statistics import fmean, median
 
@@ -135,7 +135,8 @@ class Planner:
         have are ignored."""
         by_threads: dict[int, list[StepCosts]] = defaultdict(list)
         for num_threads, costs in measured:
-            if all(isfinite(seconds) and seconds >= 0 for seconds in astuple(costs)):
+            times_s = (costs.step_s, costs.sequence_s, costs.prompt_s, costs.token_s)
+            if all(isfinite(seconds) and seconds >= 0 for seconds in times_s):
                 by_threads[num_threads].append(costs)
         for num_threads, of_workers in by_threads.items():
             known = self._costs.get(num_threads, StepCosts())
