@@ -49,7 +49,7 @@ class Day:
 
 #: The large fleet is idle most of the time: as many requests as a core simulates in minutes.
 DAYS = (
-    Day("large", 1000, 86_400.0, 2, num_requests=100_000),
+    Day("large", 1000, 86_400.0, 2, num_requests=20_000),
     Day("busy", 16, 600.0, 4, factor=0.4),
 )
 HEADINGS = (
