@@ -8,9 +8,10 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from baton.rpc.acceptor import _NUM_REQUESTED, _Acceptor
+from baton.rpc.acceptor import _NEEDED, _NUM_REQUESTED, _Acceptor
 from baton.rpc.channel import aio_channel
 from baton.rpc.server import start_server
 
@@ -20,6 +21,9 @@ CHECK = b"/grpc.health.v1.Health/Check"
 async def test_many_calls_are_requested_each_is_answered_once_and_none_is_left() -> None:
     running = await start_server("127.0.0.1:0", lambda _: ())
     acceptor: Any = running._server._server
+    if not all(hasattr(cygrpc.AioServer, name) for name in _NEEDED):
+        await running.stop()
+        pytest.skip("this grpc is made otherwise: calls are accepted one by one")
     assert isinstance(acceptor, _Acceptor)
     async with aio_channel(running.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
