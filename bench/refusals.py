@@ -36,7 +36,7 @@ from bench.machine import BUNDLED_MODEL, document_of, now
 from bench.measure import Record, Slo
 from bench.overload import MAX_REFUSAL_MS, Level, capacity_of, level_of
 from bench.plan import LoadOptions, Run, entries_of, load_of
-from bench.suite.markdown import Goal, about, goal_line, number, replaced, table
+from bench.suite.markdown import Goal, about, goal_line, number, table, write_part
 from bench.threads import cpu_seconds
 from bench.workload import LoadRequest
 
@@ -226,8 +226,7 @@ def main(
     body = markdown(conditions, plan, capacity, results, shown)
     typer.echo(body)
     if write:
-        page = write.read_text(encoding="utf-8")
-        write.write_text(replaced(page, PART, body), encoding="utf-8")
+        write_part(write, PART, body)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

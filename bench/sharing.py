@@ -41,7 +41,7 @@ from bench.machine import BUNDLED_MODEL, document_of, now, write_json
 from bench.measure import Slo
 from bench.plan import ArrivalsError, LoadOptions
 from bench.report import Point
-from bench.suite.markdown import about, replaced, table
+from bench.suite.markdown import about, table, write_part
 from engine.plan.trace import TraceError
 
 #: Maximum inter-token latency, relative to the split that shares nothing.
@@ -190,8 +190,7 @@ def main(
     if json_path:
         write_json(json_path, document)
     if doc:
-        page = doc.read_text(encoding="utf-8")
-        doc.write_text(replaced(page, "sharing", body), encoding="utf-8")
+        write_part(doc, "sharing", body)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -40,7 +40,7 @@ from bench.fleet import runs
 from bench.measure import Record
 from bench.plan import poisson
 from bench.sharing import load_of as recorded_load_of
-from bench.suite.markdown import Goal, goal_line, replaced, table
+from bench.suite.markdown import Goal, goal_line, table, write_part
 from bench.workload import fitted
 from engine.plan.trace import TraceEntry, TraceError, read_trace
 from tests.support.sim_load import TIMED_SPEC, Arrival, Speed, records_of_load
@@ -60,7 +60,7 @@ _ONE_CORE = Speed(0.010, 0.0010, 0.0009, host_s=0.001, noise=0.08, noise_s=0.015
 _TWO_CORES = Speed(0.008, 0.0006, 0.00047, host_s=0.001, noise=0.08, noise_s=0.015)
 
 RATES = (1.0, 2.0, 4.0)
-#: Of recorded loads.
+#: The same for recorded loads.
 RECORDED_RATES = (0.5, 1.0, 2.0, 4.0)
 _OUTPUT_SCALE = 0.5
 MAX_LOSS = 0.02
@@ -285,8 +285,7 @@ def main(
     body = markdown(cells, " ".join(["python -m bench.slo", *map(_word, sys.argv[1:])]))
     typer.echo(body)
     if doc:
-        page = doc.read_text(encoding="utf-8")
-        doc.write_text(replaced(page, "slo", body), encoding="utf-8")
+        write_part(doc, "slo", body)
 
 
 def _word(text: str) -> str:

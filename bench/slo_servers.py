@@ -42,7 +42,7 @@ from bench.measure import Record, summarise
 from bench.peers.models import NAMES, checkpoint
 from bench.plan import poisson, runs_of
 from bench.slo import MAX_LOSS, RATES, TARGETS, Targets
-from bench.suite.markdown import Goal, about, goal_line, replaced, table
+from bench.suite.markdown import Goal, about, goal_line, table, write_part
 from bench.workload import LoadRequest, fitted, requests_of
 from engine.plan.trace import TraceEntry
 
@@ -287,8 +287,7 @@ def main(
     if json_path:
         write_json(json_path, {"documents": documents})
     if doc:
-        page = doc.read_text(encoding="utf-8")
-        doc.write_text(replaced(page, "slo-servers", body), encoding="utf-8")
+        write_part(doc, "slo-servers", body)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

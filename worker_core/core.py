@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.commands import Abort, Pause
 from baton.errors import Cancelled
@@ -156,18 +156,21 @@ class WorkerCore:
             self._apply(command)
         return self._state.take_events()
 
-    def step(self, commands: Sequence[Command] = ()) -> StepResult[StreamEvent]:
-        """Compute, if there is work. commands: taken first, their events among the step's."""
+    def step(self, commands: Sequence[Command]) -> StepResult[StreamEvent]:
+        """Take commands and compute; their events are among the step's."""
         told = self.take(commands)
+        computed = self.compute()
+        return replace(computed, events=[*told, *computed.events])
+
+    def compute(self) -> StepResult[StreamEvent]:
+        """Compute a step, if there is work."""
         if self._tiers:
             self._tiers.step()
         self._admission.grow_arriving()
         has_come = self._preemption.bring_back() | self._admission.admit_queued()
         has_run = self._run_ahead() or self._run_alone()
         return StepResult(
-            [*told, *self._state.take_events()],
-            self._load(),
-            is_idle=not (has_come or has_run),
+            self._state.take_events(), self._load(), is_idle=not (has_come or has_run)
         )
 
     def _run_ahead(self) -> bool:

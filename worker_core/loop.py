@@ -62,8 +62,8 @@ class Core(Protocol[CommandT_contra, EventT]):
         """Apply commands. Returns the events that follow from them alone."""
         ...
 
-    def step(self) -> StepResult[EventT]:
-        """Compute, if there is work."""
+    def compute(self) -> StepResult[EventT]:
+        """Compute a step, if there is work."""
         ...
 
 
@@ -139,7 +139,7 @@ class EngineLoop(Generic[CommandT, EventT]):
             self._heartbeat.beat()
             if told := self._core.take(commands):
                 self._call(self._deliver, told, None)
-            step = self._core.step()
+            step = self._core.compute()
             self._heartbeat.beat()
             is_idle = step.is_idle
             if step.events or step.load != last_load:

@@ -135,9 +135,10 @@ class WorkerRecorder:
         """Record a command on its way to the core."""
         self._commands.append((self._clock(), command))
 
-    def on_step(self, events: Sequence[StreamEvent]) -> None:
-        """Record the events of a step. Offers are processed before the ends of tickets, and events
-        before SendDone, since these may have been submitted earlier."""
+    def on_step(self, events: Sequence[StreamEvent], *, is_over: bool = True) -> None:
+        """Record the events of a step, of its commands alone unless it is over. Offers are
+        processed before the ends of tickets, and all events of a step before SendDone, since these
+        may have been submitted earlier."""
         ends: list[tuple[float, _TicketEnd]] = []
         sent: list[tuple[float, SendDone]] = []
         for at_s, command in [self._commands.popleft() for _ in range(len(self._commands))]:
@@ -156,6 +157,9 @@ class WorkerRecorder:
             self._ticket_ended(at_s, end)
         for event in events:
             self._happened(event, now_s)
+        if not is_over:
+            self._commands.extendleft(reversed(sent))
+            return
         for at_s, done in sent:
             self._sent_one(at_s, done)
 

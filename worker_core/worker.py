@@ -199,7 +199,7 @@ class Worker:
         if load is not None:
             self._board.publish(load)
         if self._recorder:
-            self._recorder.on_step(events)
+            self._recorder.on_step(events, is_over=load is not None)
 
     def _make_swap(self, tier: TierSetup) -> SwapSpace:
         def on_error(error: Exception) -> None:

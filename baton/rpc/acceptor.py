@@ -65,7 +65,7 @@ class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
         self._accepted: defaultdict[bytes | None, deque[Any]] = defaultdict(deque)
         """Calls that the server has not taken."""
         self._waiters: dict[bytes | None, asyncio.Future[Any]] = {}
-        """Of the server, for the next call."""
+        """The server waits for the next call by these."""
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
         """The next call. Called by the server's loop once the last one was taken."""

@@ -40,14 +40,14 @@ from bench.fleet.day import markdown as days
 from bench.fleet.runs import Figures, Run, capacity, figures_of, load_in_turn
 from bench.fleet.validation import Deviation, deviations
 from bench.fleet.worker import Hardware
-from bench.suite.markdown import Goal, goal_line, number, replaced, table
+from bench.suite.markdown import Goal, goal_line, number, table, write_part
 from engine.plan.trace import TraceEntry, read_trace
 
 #: By the roofline: a model of 8 billion parameters in 16 bits on an H100.
 H100_8B = "0.0085,0.00012,0.0085,0.00005"
 PLANNED, SPLIT = "planned", "static split"
 FACTORS = (0.5, 0.8, 10.0)
-#: Of loads that change.
+#: The same for loads that change.
 CHANGING_FACTORS = (0.8,)
 #: From this load factor on, a load is an overload: the planner is measured alone, with one seed.
 OVERLOAD = 5.0
@@ -283,8 +283,7 @@ def main(
         part, body = "fleet", markdown(cells, deviations(), fleet, command)
     typer.echo(body)
     if write:
-        page = write.read_text(encoding="utf-8")
-        write.write_text(replaced(page, part, body), encoding="utf-8")
+        write_part(write, part, body)
 
 
 def _names(words: Sequence[str]) -> list[str]:

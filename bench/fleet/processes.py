@@ -38,7 +38,7 @@ from bench.fleet.worker import Hardware
 from bench.load import settings_of
 from bench.machine import BUNDLED_MODEL, document_of, now
 from bench.plan import poisson
-from bench.suite.markdown import Goal, about, goal_line, number, replaced, table
+from bench.suite.markdown import Goal, about, goal_line, number, table, write_part
 from bench.workload import requests_of
 from engine.plan.trace import TraceEntry
 from worker_core.policy import (
@@ -48,7 +48,7 @@ from worker_core.policy import (
     prefill_policy,
 )
 
-#: Of the page that --write names.
+#: Part of the page that --write names.
 PART = "fleet-processes"
 MAX_DEVIATION = 10.0
 _SLO = Slo(1.0, 0.05)
@@ -60,7 +60,7 @@ _NUM_BEFORE = 60
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Of the requests of one load. goodput: answers inside the targets, per second."""
+    """What the requests of one load had. goodput: answers inside the targets, per second."""
 
     ttft_ms: float
     tpot_ms: float
@@ -250,8 +250,7 @@ def main(
     body = markdown(conditions, comparisons, rate)
     typer.echo(body)
     if write:
-        page = write.read_text(encoding="utf-8")
-        write.write_text(replaced(page, PART, body), encoding="utf-8")
+        write_part(write, PART, body)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _VERSIONS = ("python", "torch", "transformers", "llama-cpp-python", "grpcio")
@@ -98,3 +99,8 @@ def replaced(page: str, name: str, body: str) -> str:
         lambda m: f"<!-- begin: {name} -->\n{body.strip()}\n<!-- end -->" if m[1] == name else m[0],
         page,
     )
+
+
+def write_part(path: Path, name: str, body: str) -> None:
+    """Replace a part of a page on disk; see replaced. Raises PageError, OSError."""
+    path.write_text(replaced(path.read_text(encoding="utf-8"), name, body), encoding="utf-8")

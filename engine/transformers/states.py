@@ -228,8 +228,8 @@ def most_rows(
 
     On a CPU such a call gives a sequence the bits that it has alone for every number of rows up to
     the result, which is tried here: torch may compute products of other shapes otherwise, and the
-    rest of a vector. All ranks of a tensor-parallel group call
-    this at once, and may find different numbers.
+    rest of a vector. All ranks of a tensor-parallel group call this at once, and may find different
+    numbers.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_MOST_ROWS, 1, hidden_size, generator=generator).to(dtype)
@@ -258,7 +258,7 @@ def _most_rows(
     alone = [run(slice(row, row + 1)) for row in range(_MOST_ROWS)]
     outputs, elements = (torch.cat(parts) for parts in zip(*alone, strict=True))
     found = 1
-    # Ranks exchange results within a layer, so all make the same calls whatever these give.
+    # Ranks exchange results within a layer, so all make the same calls to the end.
     for num_rows in range(2, _MOST_ROWS + 1):
         output, after = run(slice(num_rows))
         pairs = ((output, outputs), (after, elements))

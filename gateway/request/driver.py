@@ -58,7 +58,7 @@ _Opened = tuple[WorkerLink, int]
 _Reduce = Callable[[Assignment, int, SequenceEvent, float], Sequence[Action]]
 
 #: Seconds between two pieces of an output while the gateway refuses requests. A piece costs both
-#: sides about as much as a refusal, whatever number of tokens it has.
+#: sides about as much as a refusal, with any number of tokens.
 GATHER_S = 0.05
 
 #: Tokens decoded per piece: about five milliseconds without a garbage collection.

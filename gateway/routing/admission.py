@@ -91,8 +91,8 @@ class AdmissionQueue(Generic[QueuedT]):
         """Of each account, those that were not late when they were last looked at."""
         self._late: dict[bytes, list[Rank]] = {}
         self._late_in_time: dict[bytes, list[tuple[int, float, float, Rank]]] = {}
-        """Of these and others, of a priority the tightest targets first, and of these most time
-        left: (priority, ttft_s, -until_s, rank)."""
+        """Those of them that could be on time when they came, and entries of others: in the order
+        of priority, the tightest targets, most time left: (priority, ttft_s, -until_s, rank)."""
         self._late_widths: Counter[bytes] = Counter()
         """Waiting places of these, by account."""
         self._late_ranks: set[Rank] = set()

@@ -273,7 +273,7 @@ class LoadNode:
             for stream_event in self.core.take(commands):
                 self._emit(stream_event.handle, stream_event.event)
             self._cluster.stepping = self
-            step = self.core.step()
+            step = self.core.compute()
             self._cluster.stepping = None
             if self.clock.ahead_s:
                 await asyncio.sleep(self.clock.ahead_s)

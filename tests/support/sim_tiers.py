@@ -10,7 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from baton.errors import BatonError
@@ -237,6 +237,8 @@ class SimWorker:
     """Swapped KV is copied some steps after that began."""
     make_tiers: Callable[[Engine], Sequence[Tier]] | None = None
     """Tiers of KV in place of the shape's. Their jobs run when the test says."""
+    num_told: int = field(default=0, init=False)
+    """Events of the last step that followed from its commands alone, which are its first."""
 
     def __post_init__(self) -> None:
         identity = WorkerIdentity(self.name, self.boot)
@@ -316,9 +318,11 @@ class SimWorker:
         while self.copies_now() and self.swap_runner.run():
             pass
         commands, self.inbox[:] = list(self.inbox), []
-        result = self.core.step(commands)
+        told = self.core.take(commands)
+        self.num_told = len(told)
+        result = self.core.compute()
         self.acknowledge()
-        return result
+        return replace(result, events=[*told, *result.events])
 
     def copies_now(self) -> bool:
         return self.copy_rng.random() < 0.5

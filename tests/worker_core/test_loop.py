@@ -39,7 +39,7 @@ class EchoCore:
         self.taken = [command for command in commands if command >= 0]
         return [command for command in commands if command < 0]
 
-    def step(self) -> StepResult[int]:
+    def compute(self) -> StepResult[int]:
         self.on_step(self.taken)
         self.num_steps += bool(self.taken)
         return StepResult(self.taken, WorkerLoad(num_steps=self.num_steps), is_idle=True)

@@ -19,10 +19,11 @@ from baton.commands import Abort
 from baton.events import Offered, Prefilled, Tokens, is_last
 from baton.telemetry import Telemetry
 from baton.telemetry.metrics import SdkHistograms
-from baton.types import BlockCounts, KvSource, Sampling, SequenceSpec, TierLoad, WorkerLoad
+from baton.types import BlockCounts, KvSource, Sample, Sampling, SequenceSpec, TierLoad, WorkerLoad
+from kv_transfer.send_connection import SendDone
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
-from worker_core.commands import Command, StreamCommand, StreamEvent
+from worker_core.commands import Command, Destination, Open, StreamCommand, StreamEvent
 from worker_core.loop import LoadBoard
 from worker_core.recorder import WorkerRecorder
 from worker_core.telemetry import observe_worker
@@ -92,7 +93,7 @@ class Tiers:
     live: dict[int, SequenceSpec] = field(default_factory=dict)
     ends: Counter[str] = field(default_factory=Counter)
     num_prefilled: int = 0
-    _batches: dict[str, deque[Sequence[StreamEvent]]] = field(default_factory=dict)
+    _batches: dict[str, deque[tuple[Sequence[StreamEvent], bool]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         hub = LoopbackHub()
@@ -138,23 +139,26 @@ class Tiers:
 
     def step(self, which: str) -> None:
         self.now_s += 0.001
-        events = self.prefill.step().events if which == "p" else self.decode.step().events
-        self._batches[which].append(events)
+        worker = self.prefill if which == "p" else self.decode
+        events = worker.step().events
+        self._batches[which].append((events[: worker.num_told], False))
+        self._batches[which].append((events[worker.num_told :], True))
 
     def deliver(self, which: str) -> bool:
-        """Tell the oldest step that was not told yet, first to the gateway, as the services do."""
+        """Tell the oldest events that were not told yet, those of a step's commands apart, first to
+        the gateway, as the services do."""
         self.now_s += 0.001
         batches = self._batches[which]
         if not batches:
             return False
-        events = batches.popleft()
+        events, is_over = batches.popleft()
         for addressed in events:
             if which == "p":
                 self._prefilled(addressed)
             else:
                 self._happened(addressed)
         recorder = self.p_recorder if which == "p" else self.d_recorder
-        recorder.on_step(events)
+        recorder.on_step(events, is_over=is_over)
         return True
 
     def _prefilled(self, addressed: StreamEvent) -> None:
@@ -273,3 +277,22 @@ def test_window_slots_are_reported_by_workers_that_have_them() -> None:
     assert not exports.by_state("baton.kv.window_slots")
     board.publish(WorkerLoad(window_slots=BlockCounts(1, 4, 7)))
     assert exports.by_state("baton.kv.window_slots") == {"free": 1, "cached": 4, "leased": 7}
+
+
+def test_an_end_of_sending_is_seen_after_the_events_of_the_step_under_way() -> None:
+    exports = Exports()
+    recorder = WorkerRecorder(exports.prefill, lambda: 0.0)
+    spec = SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=9))
+    recorder.on_command(Open(0, 1, spec, KvSource.LOCAL, Destination(0)))
+    recorder.on_step([])
+    recorder.on_command(SendDone((0, 1), None, 24))
+    # Told late: the step has begun to send, and its events are still to come.
+    recorder.on_step([], is_over=False)
+    recorder.on_step(
+        [
+            StreamEvent(0, 1, Prefilled(0, 0, 1.0, 1.0)),
+            StreamEvent(0, 1, Tokens(0, (Sample(7),))),
+        ]
+    )
+    assert exports.total("baton.transfer.sent") == 24
+    assert exports.total("baton.decode.tokens") == 0

@@ -1,4 +1,4 @@
-"""Of which models by transformers' code a graph can hold decode steps, found without data."""
+"""Which models by transformers' code a graph can hold, found without data."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def test_looser_targets_of_its_account_come_after_an_item() -> None:
     for number in range(10):
         queue.add(Item(number, b"a", ttft_s=60.0, late_s=60.0))
     assert [queue.width_before(b"a", 1, ttft_s) for ttft_s in (1.0, 60.0, inf)] == [0, 10, 10]
-    # Those of another account are served beside it, whatever they are.
+    # Those of another account are served beside it, on time or late.
     assert queue.width_before(b"b", 1, 1.0) == 1
 
 

@@ -141,7 +141,7 @@ def pair(request: pytest.FixtureRequest, load: Load, tmp_path: Path) -> Pair:
 
 @pytest.mark.parametrize("pair", [*WITH_STATES, *DENSE], indirect=True)
 def test_a_recorded_step_has_the_bits_of_an_eager_one(pair: Pair) -> None:
-    """Of as many rows: torch's operations may depend on how many there are."""
+    """A step of as many rows: torch's operations may depend on how many there are."""
     num_before = pair.graphs.num_replays
     for step, indices in enumerate(([0, 1, 2, 3], [3, 1, 2, 0])):
         pair.check_same(one_token_each(indices, step))
