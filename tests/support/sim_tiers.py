@@ -237,8 +237,6 @@ class SimWorker:
     """Swapped KV is copied some steps after that began."""
     make_tiers: Callable[[Engine], Sequence[Tier]] | None = None
     """Tiers of KV in place of the shape's. Their jobs run when the test says."""
-    num_told: int = field(default=0, init=False)
-    """Events of the last step that followed from its commands alone, which are its first."""
 
     def __post_init__(self) -> None:
         identity = WorkerIdentity(self.name, self.boot)
@@ -315,14 +313,21 @@ class SimWorker:
         self.on_command()
 
     def step(self) -> StepResult[StreamEvent]:
+        told = self.take()
+        result = self.compute()
+        return replace(result, events=[*told, *result.events])
+
+    def take(self) -> Sequence[StreamEvent]:
+        """Apply what was submitted. Returns the events that follow from that alone."""
         while self.copies_now() and self.swap_runner.run():
             pass
         commands, self.inbox[:] = list(self.inbox), []
-        told = self.core.take(commands)
-        self.num_told = len(told)
+        return self.core.take(commands)
+
+    def compute(self) -> StepResult[StreamEvent]:
         result = self.core.compute()
         self.acknowledge()
-        return replace(result, events=[*told, *result.events])
+        return result
 
     def copies_now(self) -> bool:
         return self.copy_rng.random() < 0.5

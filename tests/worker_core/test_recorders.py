@@ -140,9 +140,8 @@ class Tiers:
     def step(self, which: str) -> None:
         self.now_s += 0.001
         worker = self.prefill if which == "p" else self.decode
-        events = worker.step().events
-        self._batches[which].append((events[: worker.num_told], False))
-        self._batches[which].append((events[worker.num_told :], True))
+        self._batches[which].append((worker.take(), False))
+        self._batches[which].append((worker.compute().events, True))
 
     def deliver(self, which: str) -> bool:
         """Tell the oldest events that were not told yet, those of a step's commands apart, first to
