@@ -195,6 +195,8 @@ class Fleet:
         """Pairs of present workers that failed to transfer KV. Written by placements."""
         self.numerics = NumericsWatch(numerics_policy)
         """Numerics classes of joined workers."""
+        self._joined: dict[str, Worker] = {}
+        """Joined workers, by their names. Each is compatible with each."""
         for address in prefill_addresses:
             self._workers[address] = Worker(address, Tier.PREFILL)
         for address in decode_addresses:
@@ -286,9 +288,11 @@ class Fleet:
         except PeerMismatch as error:
             self.leave(address, WorkerState.REFUSED, error.message)
             raise
+        self._forget_join(worker)
         worker.join(info, link)
+        self._joined[worker.name] = worker
         self._known[worker.tier] = None
-        self._update_numerics()
+        self._update_numerics(worker)
 
     def report(self, address: str, load: WorkerLoad) -> None:
         """Store the load of a joined worker, and update its tier and state."""
@@ -308,8 +312,8 @@ class Fleet:
     def leave(self, address: str, state: WorkerState, reason: str) -> None:
         """Stop placing work on a worker that is lost, stalled or refused."""
         worker = self.workers[address]
-        was_joined, worker.is_joined = worker.is_joined, False
-        self._update_numerics()
+        was_joined = worker.is_joined
+        self._forget_join(worker)
         self._set_state(worker, state, reason)
         self._set_tier(worker, worker.listed_tier)
         worker.load = WorkerLoad()
@@ -339,18 +343,18 @@ class Fleet:
         worker.tier = tier
         self._ready = dict.fromkeys(Tier)
         self._known = dict.fromkeys(Tier)
-        self._update_numerics()
+        self._update_numerics(worker)
 
-    def _update_numerics(self) -> None:
-        self.numerics.update(
-            {
-                worker.address: Rounding(
-                    worker.info.identity.worker_id, worker.tier, worker.info.numerics
-                )
-                for worker in self.workers.values()
-                if worker.is_joined and worker.info
-            }
-        )
+    def _forget_join(self, worker: Worker) -> None:
+        if worker.is_joined:
+            worker.is_joined = False
+            del self._joined[worker.name]
+            self.numerics.drop(worker.address)
+
+    def _update_numerics(self, worker: Worker) -> None:
+        if worker.is_joined and worker.info:
+            rounding = Rounding(worker.name, worker.tier, worker.info.numerics)
+            self.numerics.put(worker.address, rounding)
 
     def _check(self, worker: Worker, info: WorkerInfo) -> None:
         peer = f"{info.identity.worker_id} at {worker.address}"
@@ -359,14 +363,15 @@ class Fleet:
             raise PeerMismatch.of(peer, "protocol_version", str(PROTOCOL_VERSION), theirs)
         if info.tier is not worker.listed_tier:
             raise PeerMismatch.of(peer, "tier", worker.listed_tier.name, info.tier.name)
-        for other in self.workers.values():
-            if other is worker or not other.is_joined or other.info is None:
-                continue
-            if difference := other.info.layout.difference(info.layout):
-                raise PeerMismatch.of(peer, *difference)
-            for name in ("model", "vocab_size"):
-                expected, actual = getattr(other.info, name), getattr(info, name)
-                if expected != actual:
-                    raise PeerMismatch.of(peer, name, str(expected), str(actual))
-            if other.info.identity.worker_id == info.identity.worker_id:
-                raise PeerMismatch.of(peer, "worker_id", "a name of its own", other.address)
+        name = info.identity.worker_id
+        if (namesake := self._joined.get(name)) not in (None, worker):
+            raise PeerMismatch.of(peer, "worker_id", name, namesake.address)
+        other = next((each for each in self._joined.values() if each is not worker), None)
+        if other is None or other.info is None:
+            return
+        if difference := other.info.layout.difference(info.layout):
+            raise PeerMismatch.of(peer, *difference)
+        for field in ("model", "vocab_size"):
+            expected, actual = getattr(other.info, field), getattr(info, field)
+            if expected != actual:
+                raise PeerMismatch.of(peer, field, str(expected), str(actual))

@@ -10,7 +10,7 @@ of their class, and a worker without a peer of its class in the other tier is re
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,28 +36,48 @@ class NumericsWatch:
 
     def __init__(self, policy: NumericsPolicy) -> None:
         self.is_strict = policy == "strict"
-        self._joined: Mapping[str, Rounding] = {}
-        self._incompatible: Mapping[str, frozenset[str]] = {}
+        self._joined: dict[str, Rounding] = {}
+        """By address."""
+        self._members: dict[NumericsClass, set[str]] = {}
+        """Addresses of the joined workers, by class."""
+        self._strangers: dict[NumericsClass, frozenset[str]] = {}
+        """Of each class, the members of all others, computed since these last changed."""
         self._reported: frozenset[NumericsClass] = frozenset()
 
     @property
     def classes(self) -> frozenset[NumericsClass]:
         """Classes of the joined workers."""
-        return frozenset(rounding.numerics for rounding in self._joined.values())
+        return frozenset(self._members)
 
-    def update(self, joined: Mapping[str, Rounding]) -> None:
-        """Replace the joined workers, by address. Logs a mix of classes once, and again when a
+    def put(self, address: str, rounding: Rounding) -> None:
+        """A worker has joined, or changed its tier. Logs a mix of classes once, and again when a
         class is added."""
-        self._joined = dict(joined)
-        classes = self.classes
-        self._incompatible = self._find() if self.is_strict and len(classes) > 1 else {}
-        if len(classes) > 1 and not classes <= self._reported:
-            self._reported |= classes
+        self.drop(address)
+        self._joined[address] = rounding
+        self._members.setdefault(rounding.numerics, set()).add(address)
+        if len(self._members) > 1 and not self._members.keys() <= self._reported:
+            self._reported |= self.classes
             _log.warning("%s", self._describe_mix())
+
+    def drop(self, address: str) -> None:
+        """A worker has left; no-op if it had not joined."""
+        self._strangers.clear()
+        if (rounding := self._joined.pop(address, None)) is None:
+            return
+        members = self._members[rounding.numerics]
+        members.remove(address)
+        if not members:
+            del self._members[rounding.numerics]
 
     def incompatible_with(self, address: str) -> Set[str]:
         """Addresses of workers that must not share a sequence with the one at `address`."""
-        return self._incompatible.get(address, frozenset())
+        if not self.is_strict or len(self._members) < 2 or address not in self._joined:
+            return frozenset()
+        own = self._joined[address].numerics
+        if own not in self._strangers:
+            others = (members for numerics, members in self._members.items() if numerics != own)
+            self._strangers[own] = frozenset().union(*others)
+        return self._strangers[own]
 
     def refusal_of(self, address: str) -> PeerMismatch | None:
         """The error if no worker of the other tier has the class of the one at `address`; else
@@ -73,20 +93,10 @@ class NumericsWatch:
             return None
         return PeerMismatch.of(f"{own.worker_id} at {address}", *difference, fix=NUMERICS_FIX)
 
-    def _find(self) -> dict[str, frozenset[str]]:
-        by_class = {
-            numerics: frozenset(a for a, r in self._joined.items() if r.numerics != numerics)
-            for numerics in self.classes
-        }
-        return {address: by_class[r.numerics] for address, r in self._joined.items()}
-
     def _describe_mix(self) -> str:
         members = "; ".join(
-            f"{numerics}: "
-            + ", ".join(
-                sorted(r.worker_id for r in self._joined.values() if r.numerics == numerics)
-            )
-            for numerics in sorted(self.classes, key=str)
+            f"{numerics}: " + ", ".join(sorted(self._joined[a].worker_id for a in addresses))
+            for numerics, addresses in sorted(self._members.items(), key=lambda item: str(item[0]))
         )
         mix = f"the workers are of {len(self.classes)} numerics classes ({members})"
         if self.is_strict:

@@ -28,11 +28,19 @@ ROUNDINGS = st.dictionaries(
 )
 
 
-@given(joined=ROUNDINGS)
-def test_strangers_are_those_of_other_classes(joined: dict[str, Rounding]) -> None:
+@given(left=ROUNDINGS, joined=ROUNDINGS)
+def test_strangers_are_those_of_other_classes(
+    left: dict[str, Rounding], joined: dict[str, Rounding]
+) -> None:
+    """left: who joined before, and has left or joined anew."""
     strict, mixed = NumericsWatch("strict"), NumericsWatch("mixed")
     for watch in (strict, mixed):
-        watch.update(joined)
+        for address, rounding in left.items():
+            watch.put(address, rounding)
+        for address, rounding in joined.items():
+            watch.put(address, rounding)
+        for address in left.keys() - joined.keys():
+            watch.drop(address)
     for address, own in joined.items():
         others = {a for a, other in joined.items() if other.numerics != own.numerics}
         assert strict.incompatible_with(address) == others
@@ -47,15 +55,15 @@ def test_a_mix_is_logged_once_and_again_with_a_further_class(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     watch = NumericsWatch("mixed")
-    joined = {"p:1": Rounding("p", Tier.PREFILL, A), "d:1": Rounding("d", Tier.DECODE, B)}
     with caplog.at_level(logging.WARNING):
-        watch.update(dict(list(joined.items())[:1]))
+        watch.put("p:1", Rounding("p", Tier.PREFILL, A))
         assert not caplog.records
         for _ in range(3):
-            watch.update(joined)
-            watch.update({})
+            watch.put("d:1", Rounding("d", Tier.DECODE, B))
+            watch.drop("d:1")
         assert [r.message.count("2 numerics classes") for r in caplog.records] == [1]
-        watch.update(joined | {"e:1": Rounding("e", Tier.DECODE, replace(A, dtype="float32"))})
+        watch.put("d:1", Rounding("d", Tier.DECODE, B))
+        watch.put("e:1", Rounding("e", Tier.DECODE, replace(A, dtype="float32")))
     assert len(caplog.records) == 2
 
 
