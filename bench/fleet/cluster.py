@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, repeat
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest
 from baton.types import (
@@ -456,9 +455,10 @@ def tokens_of(entry: TraceEntry, number: int) -> tuple[int, ...]:
     """The prompt's tokens: equal pieces have equal names; without names, none are equal."""
     if not entry.hash_ids:
         return (number,) * entry.num_input_tokens
-    size = entry.block_tokens
-    pieces = (repeat(name, size) for name in entry.hash_ids)
-    return tuple(islice(chain.from_iterable(pieces), entry.num_input_tokens))
+    tokens: list[int] = []
+    for name in entry.hash_ids:
+        tokens += [name] * entry.block_tokens
+    return tuple(tokens[: entry.num_input_tokens])
 
 
 async def serve(cluster: Cluster, entries: Sequence[TraceEntry]) -> list[Answer]:

@@ -38,7 +38,7 @@ _NUM_LATEST = 64
 _MIN_RETRY_S, _MAX_RETRY_S, _UNKNOWN_RETRY_S = 0.1, 600.0, 1.0
 
 #: While requests that can meet their target wait, one place of this many goes to those that cannot.
-LATE_EVERY = 8
+LATE_EVERY = 16
 
 #: Entries of removed items that an account's heap may have, beside as many as it has places.
 _NUM_REMOVED = 64

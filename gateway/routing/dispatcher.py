@@ -201,7 +201,7 @@ class Dispatcher:
             self._wake.set()
 
     def _see_ready(self, now_s: float) -> None:
-        if self._fleet.ready(Tier.DECODE):
+        if self._fleet.has_ready(Tier.DECODE):
             self._last_ready_s = now_s
 
     @property

@@ -228,6 +228,13 @@ class Fleet:
             self._ready[tier] = ready
         return ready
 
+    def has_ready(self, tier: Tier) -> bool:
+        """The same as a question, for it is asked at each change."""
+        ready = self._ready[tier]
+        if ready is None:
+            return any(w.tier is tier and w.is_ready for w in self.workers.values())
+        return bool(ready)
+
     @property
     def has_split(self) -> bool:
         """Whether a ready decode worker may be sent KV. If all are colocated, prefill workers

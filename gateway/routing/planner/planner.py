@@ -136,7 +136,7 @@ class Planner:
         by_threads: dict[int, list[StepCosts]] = defaultdict(list)
         for num_threads, costs in measured:
             times_s = (costs.step_s, costs.sequence_s, costs.prompt_s, costs.token_s)
-            if all(isfinite(seconds) and seconds >= 0 for seconds in times_s):
+            if isfinite(sum(times_s)) and min(times_s) >= 0:
                 by_threads[num_threads].append(costs)
         for num_threads, of_workers in by_threads.items():
             known = self._costs.get(num_threads, StepCosts())
@@ -303,16 +303,21 @@ class Planner:
     def _models(self, shape: Shape, workers: Sequence[WorkerFacts]) -> list[Model] | None:
         """Models of the workers that serve in a shape; None before costs are known."""
         roles = roles_in(shape, workers)
+        alike: dict[tuple[Tier, bool, int], Model] = {}
         models = []
         for worker in workers:
             role = roles[worker.address]
             is_prefill = role.tier is Tier.PREFILL
             if is_prefill and not shape.num_prefill:
                 continue
-            costs = self._costs_of(role.num_threads or worker.num_threads)
-            if costs is None:
-                return None
-            models.append(Model(costs, is_prefill, not is_prefill, role.is_colocated))
+            num_threads = role.num_threads or worker.num_threads
+            model = alike.get(kind := (role.tier, role.is_colocated, num_threads))
+            if model is None:
+                costs = self._costs_of(num_threads)
+                if costs is None:
+                    return None
+                model = alike[kind] = Model(costs, is_prefill, not is_prefill, role.is_colocated)
+            models.append(model)
         return models
 
     def _costs_of(self, num_threads: int) -> StepCosts | None:

@@ -71,6 +71,10 @@ class _Worker:
     decoding: list[_Request] = field(default_factory=list)
     pending: int = 0
     is_idle: bool = True
+    end_s: float = 0.0
+    """Of its step, if it is not idle."""
+    num_arriving: int = 0
+    """Requests with KV on the way here."""
 
     def speed(self, tpot_s: float) -> float:
         """Prompt tokens per second beside what decodes here. tpot_s: that steps keep; infinite
@@ -93,6 +97,7 @@ class _Replay:
         self._gain = SHARING_GAIN if slo.tpot_s is None else 1.0
         self._workers = [_Worker(model) for model in workers]
         self._homes = [w for w in self._workers if w.model.decodes]
+        self._senders = [w for w in self._workers if not w.model.decodes]
         self._has_prefill = any(w.model.prefills for w in self._workers)
         self._queue: list[_Request] = []
         self._events: list[tuple[float, int, _Worker | None, _Request | None]] = []
@@ -116,6 +121,7 @@ class _Replay:
                     if arrived is None:
                         worker.is_idle = True
                     else:
+                        worker.num_arriving -= 1
                         worker.decoding.append(arrived)
             self._dispatch(now_s)
             for worker in self._workers:
@@ -163,10 +169,8 @@ class _Replay:
         base_s = costs.step_s + costs.sequence_s * len(decoding) if decoding else 0.0
         worker.is_idle = False
         if not worker.prompts:
-            num_steps = self._num_steps(decoding, now_s, base_s)
-            end_s = now_s + num_steps * base_s
-            self._decode(worker, num_steps, end_s)
-            self._push(end_s, worker, None)
+            num_steps = self._num_steps(worker, now_s, base_s)
+            self._decode(worker, num_steps, now_s + num_steps * base_s)
             return
         chunk = left = self._chunk(worker, now_s, base_s)
         done = []
@@ -187,13 +191,18 @@ class _Replay:
         for request in done:
             worker.prompts.remove(request)
             self._begin_answer(worker, request, end_s)
-        self._push(end_s, worker, None)
 
-    def _num_steps(self, decoding: Sequence[_Request], now_s: float, base_s: float) -> int:
-        num_steps = min(request.num_left for request in decoding)
+    def _num_steps(self, worker: _Worker, now_s: float, base_s: float) -> int:
+        """Steps that only decode, until a request ends, or work may come."""
+        num_steps = min(request.num_left for request in worker.decoding)
         if self._next_s < inf:
             num_steps = min(num_steps, int((self._next_s - now_s) / base_s))
-        return max(1, min(num_steps, _STEPS_AT_ONCE) if self._has_prefill else num_steps)
+        if num_steps > _STEPS_AT_ONCE:
+            ends_s = [sender.end_s for sender in self._senders if not sender.is_idle]
+            until_s = now_s if worker.num_arriving else min(ends_s, default=inf) + _TRANSFER_S
+            num_free = (until_s - now_s) / base_s
+            num_steps = int(min(num_steps, max(num_free, _STEPS_AT_ONCE)))
+        return max(1, num_steps)
 
     def _chunk(self, worker: _Worker, now_s: float, base_s: float) -> int:
         """Prompt tokens of the next step."""
@@ -213,9 +222,12 @@ class _Replay:
             worker.decoding.append(request)
         else:
             home = min(self._homes, key=lambda w: len(w.decoding))
+            home.num_arriving += 1
             self._push(now_s + _TRANSFER_S, home, request)
 
     def _decode(self, worker: _Worker, num_steps: int, end_s: float) -> None:
+        worker.end_s = end_s
+        self._push(end_s, worker, None)
         for request in worker.decoding:
             request.num_left -= num_steps
             request.due_s += num_steps * self._pace_s

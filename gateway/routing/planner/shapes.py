@@ -82,9 +82,10 @@ def roles_in(shape: Shape, workers: Sequence[WorkerFacts]) -> Mapping[str, Role]
     """The role of each worker, by address; as few change theirs as possible."""
     if shape.num_prefill:
         by_fitness = sorted(workers, key=_fitness_to_prefill)
-        prefills = {worker.address for worker in by_fitness[: shape.num_prefill]}
+        prefill, decode = Role(Tier.PREFILL), Role(Tier.DECODE)
         return {
-            w.address: Role(Tier.PREFILL if w.address in prefills else Tier.DECODE) for w in workers
+            worker.address: prefill if number < shape.num_prefill else decode
+            for number, worker in enumerate(by_fitness)
         }
     by_host: dict[str, list[WorkerFacts]] = defaultdict(list)
     for worker in workers:

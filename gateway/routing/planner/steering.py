@@ -110,7 +110,7 @@ class Steering:
         return published[0] if published and self._clock() < published[1] else None
 
     def _on_change(self) -> None:
-        had, self._has_decode = self._has_decode, bool(self._fleet.ready(Tier.DECODE))
+        had, self._has_decode = self._has_decode, self._fleet.has_ready(Tier.DECODE)
         if had and not self._has_decode:
             self._is_decode_lost.set()
 
