@@ -229,7 +229,7 @@ class Fleet:
         return ready
 
     def has_ready(self, tier: Tier) -> bool:
-        """The same as a question, for it is asked at each change."""
+        """Whether a worker of the tier takes work. Asked at each change, so it collects none."""
         ready = self._ready[tier]
         if ready is None:
             return any(w.tier is tier and w.is_ready for w in self.workers.values())
@@ -370,9 +370,9 @@ class Fleet:
             raise PeerMismatch.of(peer, "protocol_version", str(PROTOCOL_VERSION), theirs)
         if info.tier is not worker.listed_tier:
             raise PeerMismatch.of(peer, "tier", worker.listed_tier.name, info.tier.name)
-        name = info.identity.worker_id
-        if (namesake := self._joined.get(name)) not in (None, worker):
-            raise PeerMismatch.of(peer, "worker_id", name, namesake.address)
+        namesake = self._joined.get(info.identity.worker_id)
+        if namesake is not None and namesake is not worker:
+            raise PeerMismatch.of(peer, "worker_id", "a name of its own", namesake.address)
         other = next((each for each in self._joined.values() if each is not worker), None)
         if other is None or other.info is None:
             return

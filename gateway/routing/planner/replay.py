@@ -72,7 +72,7 @@ class _Worker:
     pending: int = 0
     is_idle: bool = True
     end_s: float = 0.0
-    """Of its step, if it is not idle."""
+    """When its step ends, if it is not idle."""
     num_arriving: int = 0
     """Requests with KV on the way here."""
 
@@ -170,7 +170,7 @@ class _Replay:
         worker.is_idle = False
         if not worker.prompts:
             num_steps = self._num_steps(worker, now_s, base_s)
-            self._decode(worker, num_steps, now_s + num_steps * base_s)
+            self._end_after(worker, num_steps, now_s + num_steps * base_s)
             return
         chunk = left = self._chunk(worker, now_s, base_s)
         done = []
@@ -187,7 +187,7 @@ class _Replay:
         # A step that decodes has read the weights already.
         weights_s = max(costs.step_s, costs.prompt_s) - (costs.step_s if decoding else 0.0)
         end_s = now_s + base_s + weights_s + num_computed * costs.token_s
-        self._decode(worker, 1, end_s)
+        self._end_after(worker, 1, end_s)
         for request in done:
             worker.prompts.remove(request)
             self._begin_answer(worker, request, end_s)
@@ -225,7 +225,8 @@ class _Replay:
             home.num_arriving += 1
             self._push(now_s + _TRANSFER_S, home, request)
 
-    def _decode(self, worker: _Worker, num_steps: int, end_s: float) -> None:
+    def _end_after(self, worker: _Worker, num_steps: int, end_s: float) -> None:
+        """Decode so many steps; the worker is idle again at their end."""
         worker.end_s = end_s
         self._push(end_s, worker, None)
         for request in worker.decoding:

@@ -67,6 +67,20 @@ def test_a_mix_is_logged_once_and_again_with_a_further_class(
     assert len(caplog.records) == 2
 
 
+def test_a_worker_that_left_keeps_neither_its_class_nor_its_name() -> None:
+    async def main() -> None:
+        fleet = Fleet([], ["d:1", "e:1", "f:1"])
+        fleet.join("d:1", make_info("d", Tier.DECODE, numerics=A), StubLink())
+        fleet.join("e:1", make_info("e", Tier.DECODE, numerics=B), StubLink())
+        assert fleet.numerics.classes == {A, B}
+        fleet.leave("e:1", WorkerState.UNREACHABLE, "lost")
+        assert fleet.numerics.classes == {A}
+        fleet.join("f:1", make_info("e", Tier.DECODE, numerics=A), StubLink())
+        assert fleet.numerics.classes == {A}
+
+    run_virtual(main())
+
+
 def test_a_worker_without_a_partner_is_refused_until_one_comes() -> None:
     async def main() -> None:
         fleet = Fleet(["p:1", "q:1"], ["d:1", "e:1"], numerics_policy="strict")
