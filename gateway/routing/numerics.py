@@ -41,7 +41,7 @@ class NumericsWatch:
         self._members: dict[NumericsClass, set[str]] = {}
         """Addresses of the joined workers, by class."""
         self._strangers: dict[NumericsClass, frozenset[str]] = {}
-        """The members of all other classes, by class: those asked for since a worker joined or left."""
+        """The members of all other classes, by class, once asked for; empty after each change."""
         self._reported: frozenset[NumericsClass] = frozenset()
 
     @property
