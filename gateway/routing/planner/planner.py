@@ -276,7 +276,8 @@ class Planner:
         number = len(workers)
         before, self._scores = self._scores, {}
         scores: dict[Shape, float] = {}
-        for shape in {*shapes_of(workers), *([present] if present else [])}:
+        others = [shape for shape in shapes_of(workers) if shape != present]
+        for shape in [present, *others] if present else others:
             models = self._models(shape, workers)
             if models is not None:
                 share = shape.share(number)
@@ -284,6 +285,10 @@ class Planner:
                 nearest = _nearest(share, before)
                 usual = now if nearest is None else before[nearest]
                 scores[shape] = self._scores[share] = usual + _LATEST_WEIGHT * (now - usual)
+                is_best = shape == present and scores[shape] + _LEAST_GAIN > BEST_SCORE
+                if is_best and before:  # at first all are replayed, so that each has a score
+                    self._scores = {**before, share: scores[shape]}
+                    return present
         if not scores:
             return None
         by_score = sorted(self._scores, key=lambda share: self._scores[share])

@@ -100,7 +100,7 @@ class _Replay:
         self._senders = [w for w in self._workers if not w.model.decodes]
         self._has_prefill = any(w.model.prefills for w in self._workers)
         self._queue: list[_Request] = []
-        self._events: list[tuple[float, int, _Worker | None, _Request | None]] = []
+        self._events: list[tuple[float, int, _Worker, _Request | None]] = []
         self._num_events = 0
         self._next_s = inf
 
@@ -110,6 +110,7 @@ class _Replay:
         coming = next(arrivals, None)
         self._next_s = coming.demand.at_s if coming else inf
         while coming or self._events:
+            idle = None
             if coming and (not self._events or self._next_s <= self._events[0][0]):
                 now_s = self._next_s
                 self._queue.append(coming)
@@ -117,24 +118,28 @@ class _Replay:
                 self._next_s = coming.demand.at_s if coming else inf
             else:
                 now_s, _, worker, arrived = heapq.heappop(self._events)
-                if worker is not None:
-                    if arrived is None:
-                        worker.is_idle = True
-                    else:
-                        worker.num_arriving -= 1
-                        worker.decoding.append(arrived)
-            self._dispatch(now_s)
-            for worker in self._workers:
-                if worker.is_idle:
-                    self._step(worker, now_s)
+                if arrived is None:
+                    worker.is_idle = True
+                else:
+                    worker.num_arriving -= 1
+                    worker.decoding.append(arrived)
+                idle = worker if worker.is_idle else None
+            if self._queue and (given := self._dispatch(now_s)):
+                for worker in self._workers:
+                    if worker.is_idle and (worker is idle or worker in given):
+                        self._step(worker, now_s)
+            elif idle is not None:
+                self._step(idle, now_s)
         return requests
 
     def _push(self, at_s: float, worker: _Worker, arrived: _Request | None) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (at_s, self._num_events, worker, arrived))
 
-    def _dispatch(self, now_s: float) -> None:
-        """Give queued prompts to workers, as far as these have room in their queues."""
+    def _dispatch(self, now_s: float) -> list[_Worker]:
+        """Give queued prompts to workers, as far as these have room in their queues. Returns the
+        workers."""
+        given: list[_Worker] = []
         while self._queue:
             number = next((i for i, r in enumerate(self._queue) if self._is_on_time(r, now_s)), 0)
             request = self._queue[number]
@@ -147,10 +152,12 @@ class _Replay:
                 if cost_s < best_s:
                     best, best_s = worker, cost_s
             if best is None or best.pending >= self._max_pending(best):
-                return
+                return given
             del self._queue[number]
             best.prompts.append(request)
             best.pending += request.num_missing
+            given.append(best)
+        return given
 
     def _is_on_time(self, request: _Request, now_s: float) -> bool:
         token_s = self._workers[0].model.costs.token_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -97,6 +97,26 @@ def test_a_steady_load_moves_roles_seldom(slo: Slo) -> None:
         num_changes += moved != workers
         workers = moved
     assert num_changes <= 2
+
+
+def test_a_shape_that_serves_all_is_replayed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each shape has a score; and with the others again when it serves fewer."""
+    replayed: list[int] = []
+
+    def count(workers: Sequence[Model], demands: Sequence[Demand], slo: Slo) -> float:
+        replayed.append(len(demands))
+        return score(workers, demands, slo)
+
+    monkeypatch.setattr("gateway.routing.planner.planner.score", count)
+    workers = [WorkerFacts(f"w{i}", f"w{i}", Tier.DECODE, Role(Tier.DECODE, True)) for i in "abc"]
+    planner = Planner(Slo(3.0, 1.0))
+    planner.observe([(0, ONE_CORE)])
+    numbers = []
+    for tick, rate in enumerate([0.1, 0.1, 0.1, 50.0]):
+        planner.decide(100.0 * tick, workers, demands(rate))
+        numbers.append(len(replayed))
+        replayed.clear()
+    assert numbers == [3, 1, 1, 3]
 
 
 def test_another_leader_goes_on_with_the_shape_that_it_finds() -> None:
