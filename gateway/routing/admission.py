@@ -20,13 +20,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from statistics import fmean
 from typing import Generic, Protocol, TypeVar
 
 from baton.errors import Overloaded
 from baton.types import Rank, across_accounts
 from gateway.routing.rivals import Share, Shares
+from gateway.routing.ways import LATE_EVERY
 
 #: Longer of the two estimates of a wait over the shorter one, up to which a refusal says it.
 _MAX_DISAGREEMENT = 1.5
@@ -36,9 +37,6 @@ _NUM_LATEST = 64
 
 #: Minimum and maximum Retry-After, and its value before the first sample, in seconds.
 _MIN_RETRY_S, _MAX_RETRY_S, _UNKNOWN_RETRY_S = 0.1, 600.0, 1.0
-
-#: While requests that can meet their target wait, one place of this many goes to those that cannot.
-LATE_EVERY = 16
 
 #: Entries of removed items that an account's heap may have, beside as many as it has places.
 _NUM_REMOVED = 64
@@ -122,6 +120,9 @@ class AdmissionQueue(Generic[QueuedT]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def __iter__(self) -> Iterator[QueuedT]:
+        return iter(self._items.values())
 
     @property
     def width(self) -> int:

@@ -166,7 +166,7 @@ class Dispatcher:
         weights: by account; 1 if absent."""
         self._placing = placing
         self._fleet = fleet
-        self.log = LoadLog()
+        self.log = LoadLog(lambda: [w.spec.request_id for w in self._queue if not w.is_return])
         self._key = key
         self._queue: AdmissionQueue[Waiting] = AdmissionQueue(max_queue_size, weights)
         self._rivals = Rivals()

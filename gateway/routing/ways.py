@@ -27,6 +27,9 @@ TTFT_SHARE = 0.9
 #: that the gateway's order counts.
 QUEUE_SHARE = 0.25
 
+#: While some wait that can still be on time, one place of so many goes to requests that are late.
+LATE_EVERY = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Way:

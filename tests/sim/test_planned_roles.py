@@ -14,7 +14,7 @@ from baton.types import NO_SLO, Role, Sampling, SequenceSpec
 from engine.oracle import oracle_tokens
 from gateway.routing.planner import steering
 from gateway.routing.planner.planner import Decision
-from gateway.routing.planner.replay import Demand
+from gateway.routing.planner.replay import Load
 from gateway.routing.planner.shapes import WorkerFacts, roles_in, shapes_of
 from gateway.routing.planner.steering import Decide, Steering
 from tests.support.sim_system import History, System, WorkerNode
@@ -79,7 +79,7 @@ class Gateway:
         decide: Decide,  # noqa: ARG002
         now_s: float,  # noqa: ARG002
         workers: Sequence[WorkerFacts],
-        demands: Sequence[Demand],  # noqa: ARG002
+        load: Load | None,  # noqa: ARG002
     ) -> Decision:
         """Decides late, and badly."""
         await asyncio.sleep(self.rng.uniform(0.0, 1.0))

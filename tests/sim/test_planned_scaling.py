@@ -57,11 +57,11 @@ class ScalingGateway(Gateway):
         )
         self.task = asyncio.create_task(self.steering.run())
 
-    async def late(self, decide: Decide, now_s: float, workers: Any, demands: Any) -> Decision:
+    async def late(self, decide: Decide, now_s: float, workers: Any, load: Any) -> Decision:
         planner: Planner = decide.__self__  # type: ignore[attr-defined]
         assert planner._size is not None
         before = planner._size.said
-        decision = decide(now_s, workers, demands)
+        decision = decide(now_s, workers, load)
         number = decision.num_workers
         if number is not None and number < (len(workers) if before is None else before):
             num_leaving = len(workers) - number
@@ -129,7 +129,7 @@ def test_no_stream_notices_that_workers_come_and_go(
     rng = random.Random(seed)
 
     def any_shape(
-        _planner: Planner, workers: Sequence[WorkerFacts], _demands: object, _present: object
+        _planner: Planner, workers: Sequence[WorkerFacts], _load: object, _present: object
     ) -> Shape:
         return rng.choice([*shapes_of(workers)])
 

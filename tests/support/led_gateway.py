@@ -44,7 +44,7 @@ def lead_by(path: Path, patch: pytest.MonkeyPatch) -> None:
     """Let planners of this process want what the file says."""
 
     def roles(
-        planner: Planner, _now_s: float, workers: Sequence[WorkerFacts], _demands: object
+        planner: Planner, _now_s: float, workers: Sequence[WorkerFacts], _load: object
     ) -> Mapping[str, Role]:
         shape = Shape(min(read_wanted(path)[1], len(workers) - 1))
         planner._shape, planner._num_workers = shape, len(workers)

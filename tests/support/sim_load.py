@@ -47,7 +47,7 @@ from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.migrator import Migrator
 from gateway.routing.planner.planner import Decision
-from gateway.routing.planner.replay import Demand
+from gateway.routing.planner.replay import Load
 from gateway.routing.planner.shapes import WorkerFacts
 from gateway.routing.planner.steering import Decide, Steering
 from kv_transfer.handshake import ReceiverConfig, SenderConfig
@@ -400,10 +400,10 @@ async def request(cluster: LoadCluster, number: int, arrival: Arrival) -> Record
 
 
 async def inline(
-    decide: Decide, now_s: float, workers: Sequence[WorkerFacts], demands: Sequence[Demand]
+    decide: Decide, now_s: float, workers: Sequence[WorkerFacts], load: Load | None
 ) -> Decision:
     """Implements gateway.routing.planner.steering.Aside; a virtual clock knows no threads."""
-    return decide(now_s, workers, demands)
+    return decide(now_s, workers, load)
 
 
 async def _serve(

@@ -9,13 +9,14 @@ divide the work evenly, and not to read weights faster; once it is used, it is m
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from statistics import fmean, median
+from typing import TypeVar
 
 from baton.types import Role, Slo, StepCosts, Tier
-from gateway.routing.planner.replay import BEST_SCORE, Demand, Model, score
+from gateway.routing.planner.replay import BEST_SCORE, Demand, Load, Model, score
 from gateway.routing.planner.shapes import (
     Shape,
     WorkerFacts,
@@ -29,7 +30,7 @@ from gateway.routing.planner.size import Bounds, Size, enough, num_going
 
 #: Latest requests that are replayed for each worker, so that queues have time to grow; and the
 #: least number of them for a decision.
-_REQUESTS_PER_WORKER, _MIN_REQUESTS = 24, 8
+_REQUESTS_PER_WORKER, _MIN_REQUESTS = 32, 8
 #: Least gain of another shape, as a share of the requests, where many miss their targets; where few
 #: do, as a share of those that do, but not less than one in a hundred requests.
 MIN_GAIN, _GAIN_OF_MISSES, _LEAST_GAIN = 0.04, 0.3, 0.01
@@ -48,10 +49,15 @@ _MAX_LOGGED = 2 * _REQUESTS_PER_WORKER * _MAX_WORKERS
 _MAX_AGE_S = 240.0
 
 
+T = TypeVar("T")
+
+
 class LoadLog:
     """The latest requests: arrival, missing prompt tokens, and output tokens once known."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Callable[[], Iterable[str]] = tuple) -> None:
+        """waiting: names of the requests that have no worker yet."""
+        self._waiting = waiting
         self._requests: OrderedDict[str, tuple[float, int, int]] = OrderedDict()
         self.num_arrivals = 0
         """Since the start."""
@@ -73,21 +79,29 @@ class LoadLog:
         if known := self._requests.get(request_id):
             self._requests[request_id] = (known[0], known[1], max(known[2], num_output_tokens))
 
-    def demands(self, share: float = 1.0) -> tuple[Demand, ...]:
-        """Of the latest, empty while too few have ended. share: of the fleet's requests that this
-        gateway sees; what others see is taken to be like it, so that all come faster."""
+    def load(self, now_s: float, share: float = 1.0) -> Load | None:
+        """The latest requests, and those that wait; None while too few have ended. share: of the
+        fleet's requests that this gateway sees; what others see is taken to be like it, so that all
+        come faster, and more wait."""
         known = [num_output for *_, num_output in self._requests.values() if num_output]
         if len(known) < _MIN_REQUESTS:
-            return ()
+            return None
         usual = max(1, round(fmean(known)))
         latest = [*self._requests.values()][-_MAX_LOGGED // 2 :]
         since_s = latest[-1][0] - _MAX_AGE_S
         num_old = sum(at_s < since_s for at_s, *_ in latest)
         latest = latest[min(num_old, len(latest) - _MIN_REQUESTS) :]
         start_s = latest[0][0]
-        return tuple(
-            Demand((at_s - start_s) * share, max(1, num_prompt), num_output or usual)
-            for at_s, num_prompt, num_output in latest
+        waiting = [logged for name in self._waiting() if (logged := self._requests.get(name))]
+        return Load(
+            [
+                Demand((at_s - start_s) * share, max(1, num_prompt), num_output or usual)
+                for at_s, num_prompt, num_output in latest
+            ],
+            [
+                Demand(min(0.0, at_s - now_s), max(1, num_prompt), num_output or usual)
+                for at_s, num_prompt, num_output in sorted(waiting * round(1 / share))
+            ],
         )
 
 
@@ -155,30 +169,31 @@ class Planner:
                 )
             self._costs[num_threads] = known
 
-    def decide(
-        self, now_s: float, workers: Sequence[WorkerFacts], demands: Sequence[Demand]
-    ) -> Decision:
+    def decide(self, now_s: float, workers: Sequence[WorkerFacts], load: Load | None) -> Decision:
         """Decide from the latest requests; none: roles stay as they are, unless no worker decodes.
         Of fewer than two workers, only one that does not decode gets a role."""
+        if load:
+            num_running = sum(worker.num_sequences for worker in workers)
+            load = replace(load, running=_tokens_left(load.latest, num_running))
         if not workers:
             return Decision({}, self._size.said if self._size else None)
         if len(workers) == 1:
             is_decoding = workers[0].role.tier is Tier.DECODE
             roles = {} if is_decoding else roles_in(Shape(0), workers)
         else:
-            roles = self._roles(now_s, workers, demands)
+            roles = self._roles(now_s, workers, load)
         if self._size is None:
             return Decision(roles)
-        return self._sized(self._size, now_s, workers, demands, roles)
+        return self._sized(self._size, now_s, workers, load, roles)
 
     def _roles(
-        self, now_s: float, workers: Sequence[WorkerFacts], demands: Sequence[Demand]
+        self, now_s: float, workers: Sequence[WorkerFacts], load: Load | None
     ) -> Mapping[str, Role]:
         have_changed = len(workers) != self._num_workers
         self._shape = present = self._present(workers)
         self._num_workers = len(workers)
-        if demands and (have_changed or now_s - self._changed_s >= REST_S):
-            best = self._best(workers, demands, present)
+        if load and (have_changed or now_s - self._changed_s >= REST_S):
+            best = self._best(workers, load, present)
             if best is not None and best != present:
                 self._shape, self._changed_s = best, now_s
                 self._scores.clear()
@@ -189,14 +204,14 @@ class Planner:
         size: Size,
         now_s: float,
         workers: Sequence[WorkerFacts],
-        demands: Sequence[Demand],
+        load: Load | None,
         roles: Mapping[str, Role],
     ) -> Decision:
         """Decide how many workers there should be. Fewer are said only once as many decode that one
         is left then."""
         num_ready = len(workers)
         size.on_workers(now_s, num_ready)
-        needed = self._needed(size.bounds, workers, demands)
+        needed = self._needed(size.bounds, workers, load)
         num_spare = 0 if needed is None else size.num_spare(now_s, num_ready, needed)
         num_leaving = size.num_leaving(num_ready)
         if num_spare and not num_leaving:
@@ -211,10 +226,10 @@ class Planner:
         self,
         bounds: Bounds,
         workers: Sequence[WorkerFacts],
-        demands: Sequence[Demand],
+        load: Load | None,
     ) -> int | None:
         """How many workers are enough for the latest requests; None while that is not known."""
-        if not demands:
+        if load is None:
             is_busy = any(worker.num_sequences for worker in workers)
             return None if is_busy else bounds.clip(len(workers) - num_going(len(workers)))
         if self._models(Shape(0), workers) is None:
@@ -223,14 +238,12 @@ class Planner:
 
         def score_of(number: int) -> float:
             if number not in scores:
-                scores[number] = self._score_of(number, workers, demands)
+                scores[number] = self._score_of(number, workers, load)
             return scores[number]
 
         return enough(score_of, len(workers), bounds)
 
-    def _score_of(
-        self, number: int, workers: Sequence[WorkerFacts], demands: Sequence[Demand]
-    ) -> float:
+    def _score_of(self, number: int, workers: Sequence[WorkerFacts], load: Load) -> float:
         """Score of so many workers, the present ones and others like them, with the best of a few
         shares of prefill workers; 0 before costs are known."""
         shares = {*(self._best_shares or (0.0, 0.5))}
@@ -245,13 +258,14 @@ class Planner:
         ][:number]
         shapes = {split_of(share, number) for share in shares}
         models = [self._models(shape, fleet) for shape in shapes]
-        return max((self._replay(each, demands, number) for each in models if each), default=0.0)
+        return max((self._replay(each, load, number) for each in models if each), default=0.0)
 
-    def _replay(self, models: Sequence[Model], demands: Sequence[Demand], number: int) -> float:
+    def _replay(self, models: Sequence[Model], load: Load, number: int) -> float:
         """Score of a shape of `number` workers, of which `models` serve."""
         num_shown = min(number, _MAX_WORKERS)
-        latest = demands[-_REQUESTS_PER_WORKER * min(self._num_workers, _MAX_WORKERS) :]
-        return score(_some(models, num_shown), _thinned(latest, num_shown / number), self._slo)
+        num_latest = _REQUESTS_PER_WORKER * min(self._num_workers, _MAX_WORKERS)
+        thinned = _thinned(load, num_latest, num_shown / number)
+        return score(_some(models, num_shown), thinned, self._slo)
 
     def _present(self, workers: Sequence[WorkerFacts]) -> Shape | None:
         """The shape that was chosen last, for as many workers as there are now; at first, and for
@@ -271,7 +285,7 @@ class Planner:
         return next((shape for shape in has if roles_in(shape, workers) == roles), None)
 
     def _best(
-        self, workers: Sequence[WorkerFacts], demands: Sequence[Demand], present: Shape | None
+        self, workers: Sequence[WorkerFacts], load: Load, present: Shape | None
     ) -> Shape | None:
         number = len(workers)
         before, self._scores = self._scores, {}
@@ -281,7 +295,7 @@ class Planner:
             models = self._models(shape, workers)
             if models is not None:
                 share = shape.share(number)
-                now = self._replay(models, demands, number)
+                now = self._replay(models, load, number)
                 nearest = _nearest(share, before)
                 usual = now if nearest is None else before[nearest]
                 scores[shape] = self._scores[share] = usual + _LATEST_WEIGHT * (now - usual)
@@ -354,10 +368,32 @@ def _some(models: Sequence[Model], number: int) -> list[Model]:
     ]
 
 
-def _thinned(demands: Sequence[Demand], share: float) -> list[Demand]:
-    """The requests, as far apart as if each worker had come by its share of them."""
-    return (
-        [replace(demand, at_s=demand.at_s / share) for demand in demands]
-        if share < 1
-        else [*demands]
+def _thinned(load: Load, num_latest: int, share: float) -> Load:
+    """The latest requests, as far apart as if each worker had come by its share of them, and its
+    share of what waits and runs."""
+    latest = load.latest[-num_latest:]
+    start_s = latest[0].at_s
+    return Load(
+        [replace(demand, at_s=(demand.at_s - start_s) / share) for demand in latest],
+        _share_of(load.waiting, share)[-num_latest:],
+        _share_of(load.running, share),
     )
+
+
+def _share_of(items: Sequence[T], share: float) -> Sequence[T]:
+    """Evenly chosen."""
+    return [items[int((i + 0.5) / share)] for i in range(int(len(items) * share))]
+
+
+def _tokens_left(latest: Sequence[Demand], num_running: int) -> list[int]:
+    """Of so many sequences that decode: from points that are spread evenly over the tokens of all
+    answers to the ends of these, since a long answer is found running for longer."""
+    period = sum(demand.num_output for demand in latest) / max(1, num_running)
+    left: list[int] = []
+    begin = 0
+    for demand in latest:
+        end = begin + demand.num_output
+        while (point := (len(left) + 0.5) * period) < end and len(left) < num_running:
+            left.append(max(1, int(end - point)))
+        begin = end
+    return left

@@ -8,13 +8,15 @@ can still be in time first (admission.py). Memory is taken to suffice.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 from statistics import fmean
 
 from baton.types import Slo, StepCosts
-from gateway.routing.ways import QUEUE_SHARE, SHARING_GAIN, TTFT_SHARE
+from gateway.routing.ways import LATE_EVERY, QUEUE_SHARE, SHARING_GAIN, TTFT_SHARE
 from worker_core.gap_rule import Pace
 from worker_core.policy import MIN_CHUNK_TOKENS, gap_rule_of
 from worker_core.slo_budget import KeepTarget
@@ -44,6 +46,19 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """What a shape is to serve.
+
+    latest: requests from time 0 on, in order. waiting: those that wait at that time, at minus the
+    seconds since they came, in order. running: tokens left of each sequence that decodes then.
+    """
+
+    latest: Sequence[Demand]
+    waiting: Sequence[Demand] = ()
+    running: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A worker of the shape. prefills: computes prompts for others. decodes: runs answers.
     is_colocated: computes all prompts of its answers."""
@@ -60,32 +75,87 @@ class _Request:
     num_missing: int
     first_s: float = inf
     end_s: float = inf
-    num_left: int = 0
-    due_s: float = inf
 
 
-@dataclass(slots=True, eq=False)
+class _Decoding:
+    """Sequences that decode together, each a token a step. So neither which of them ends first
+    changes, nor which is due first: both are kept as of the worker's first step."""
+
+    def __init__(self, pace_s: float) -> None:
+        self._pace_s = pace_s
+        self._num_steps = 0
+        self._num_added = 0
+        self._by_end: list[tuple[int, int, float, _Request]] = []
+        """Heap of (last step, number, due, request)."""
+        self._by_due: list[tuple[float, int, int]] = []
+        """Sorted (due, number, last step); none without a pace."""
+
+    def __len__(self) -> int:
+        return len(self._by_end)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps until one ends."""
+        return self._by_end[0][0] - self._num_steps
+
+    def add(self, request: _Request, num_left: int, due_s: float) -> None:
+        """due_s: when its next token is due."""
+        self._num_added += 1
+        last = self._num_steps + num_left
+        due_s -= self._num_steps * self._pace_s if self._pace_s < inf else 0.0
+        heapq.heappush(self._by_end, (last, self._num_added, due_s, request))
+        if self._pace_s < inf:
+            insort(self._by_due, (due_s, self._num_added, last))
+
+    def paces(self, now_s: float) -> Iterator[Pace]:
+        """Of all, the one that is due first first."""
+        come_s = self._num_steps * self._pace_s - now_s if self._by_due else 0.0
+        for due_s, _, last in self._by_due:
+            yield Pace(due_s + come_s, last - self._num_steps, self._pace_s)
+
+    def step(self, number: int, end_s: float) -> None:
+        """Take so many steps; those that end with one of them end at end_s."""
+        self._num_steps += number
+        while self._by_end and self._by_end[0][0] <= self._num_steps:
+            last, added, due_s, request = heapq.heappop(self._by_end)
+            request.end_s = end_s
+            if self._by_due:
+                del self._by_due[bisect_left(self._by_due, (due_s, added, last))]
+
+
 class _Worker:
-    model: Model
-    prompts: list[_Request] = field(default_factory=list)
-    decoding: list[_Request] = field(default_factory=list)
-    pending: int = 0
-    is_idle: bool = True
-    end_s: float = 0.0
-    """When its step ends, if it is not idle."""
-    num_arriving: int = 0
-    """Requests with KV on the way here."""
+    def __init__(self, model: Model, pace_s: float, ttft_s: float) -> None:
+        self.model = model
+        self.decoding = _Decoding(pace_s)
+        self.prompts: list[_Request] = []
+        self.pending = 0
+        """Tokens of these."""
+        self.is_idle = True
+        self.end_s = 0.0
+        """When its step ends, if it is not idle."""
+        self.num_arriving = 0
+        """Requests with KV on the way here."""
+        self.speed = 0.0
+        """Prompt tokens per second beside what decodes here."""
+        self.max_pending = 0.0
+        """Prompt tokens up to which it takes more."""
+        self._pace_s, self._ttft_s = pace_s, ttft_s
+        self.see_speed()
 
-    def speed(self, tpot_s: float) -> float:
-        """Prompt tokens per second beside what decodes here. tpot_s: that steps keep; infinite
-        without a target."""
+    def see_speed(self) -> None:
+        """After the number of sequences has changed."""
+        self.speed = self._speed()
+        most = QUEUE_SHARE * self._ttft_s * self.speed
+        self.max_pending = max(1.0, min(2 * _MAX_STEP_TOKENS, most))
+
+    def _speed(self) -> float:
         costs, n = self.model.costs, len(self.decoding)
-        if not (self.model.decodes and n) or tpot_s == inf:
+        if not (self.model.decodes and n) or self._pace_s == inf:
             return 1 / costs.token_s
-        spare_s = tpot_s - costs.step_s - costs.sequence_s * n
+        spare_s = self._pace_s - costs.step_s - costs.sequence_s * n
         if spare_s <= 0:
             return 0.5 / costs.token_s
-        return max(spare_s, MIN_CHUNK_TOKENS * costs.token_s) / costs.token_s / tpot_s
+        return max(spare_s, MIN_CHUNK_TOKENS * costs.token_s) / costs.token_s / self._pace_s
 
 
 class _Replay:
@@ -95,36 +165,46 @@ class _Replay:
         self._pace_s = inf if rule.tpot_s is None else rule.tpot_s
         self._ttft_s = inf if slo.ttft_s is None else slo.ttft_s
         self._gain = SHARING_GAIN if slo.tpot_s is None else 1.0
-        self._workers = [_Worker(model) for model in workers]
+        self._workers = [_Worker(model, self._pace_s, self._ttft_s) for model in workers]
         self._homes = [w for w in self._workers if w.model.decodes]
         self._senders = [w for w in self._workers if not w.model.decodes]
         self._has_prefill = any(w.model.prefills for w in self._workers)
-        self._queue: list[_Request] = []
+        self._on_time: deque[_Request] = deque()
+        self._late: deque[_Request] = deque()
+        """Waiting, in the order of arrival; those on time may have become late since."""
+        self._num_on_time = 0
+        """Places given since the last late request."""
         self._events: list[tuple[float, int, _Worker, _Request | None]] = []
         self._num_events = 0
         self._next_s = inf
 
-    def run(self, demands: Sequence[Demand]) -> list[_Request]:
-        requests = [_Request(d, d.num_prompt, num_left=d.num_output) for d in demands]
+    def run(self, load: Load) -> list[_Request]:
+        requests = [_Request(demand, demand.num_prompt) for demand in (*load.waiting, *load.latest)]
+        for number, num_left in enumerate(load.running):
+            begun = _Request(Demand(0.0, 0, num_left), 0)
+            self._homes[number % len(self._homes)].decoding.add(begun, num_left, self._pace_s)
         arrivals = iter(requests)
         coming = next(arrivals, None)
-        self._next_s = coming.demand.at_s if coming else inf
+        self._next_s = max(0.0, coming.demand.at_s) if coming else inf
+        for home in self._homes:
+            home.see_speed()
+            self._step(home, 0.0)
         while coming or self._events:
             idle = None
             if coming and (not self._events or self._next_s <= self._events[0][0]):
                 now_s = self._next_s
-                self._queue.append(coming)
+                self._on_time.append(coming)
                 coming = next(arrivals, None)
-                self._next_s = coming.demand.at_s if coming else inf
+                self._next_s = max(0.0, coming.demand.at_s) if coming else inf
             else:
                 now_s, _, worker, arrived = heapq.heappop(self._events)
                 if arrived is None:
                     worker.is_idle = True
                 else:
                     worker.num_arriving -= 1
-                    worker.decoding.append(arrived)
+                    self._decode(worker, arrived)
                 idle = worker if worker.is_idle else None
-            if self._queue and (given := self._dispatch(now_s)):
+            if (self._on_time or self._late) and (given := self._dispatch(now_s)):
                 for worker in self._workers:
                     if worker.is_idle and (worker is idle or worker in given):
                         self._step(worker, now_s)
@@ -140,33 +220,38 @@ class _Replay:
         """Give queued prompts to workers, as far as these have room in their queues. Returns the
         workers."""
         given: list[_Worker] = []
-        while self._queue:
-            number = next((i for i, r in enumerate(self._queue) if self._is_on_time(r, now_s)), 0)
-            request = self._queue[number]
+        while queue := self._next_queue(now_s):
+            request = queue[0]
             best, best_s = None, inf
             for worker in self._workers:
-                cost_s = (worker.pending + request.num_missing) / worker.speed(self._pace_s)
+                cost_s = (worker.pending + request.num_missing) / worker.speed
                 shares = not (worker.model.prefills or worker.model.is_colocated)
                 if shares and self._has_prefill:
                     cost_s /= self._gain
                 if cost_s < best_s:
                     best, best_s = worker, cost_s
-            if best is None or best.pending >= self._max_pending(best):
+            if best is None or best.pending >= best.max_pending:
                 return given
-            del self._queue[number]
+            queue.popleft()
+            self._num_on_time = 0 if queue is self._late else self._num_on_time + 1
             best.prompts.append(request)
             best.pending += request.num_missing
             given.append(best)
         return given
 
+    def _next_queue(self, now_s: float) -> deque[_Request]:
+        """The queue to serve next: that on time, but for one place of LATE_EVERY."""
+        while self._on_time and not self._is_on_time(self._on_time[0], now_s):
+            self._late.append(self._on_time.popleft())
+        first, second = self._on_time, self._late
+        if self._num_on_time >= LATE_EVERY - 1:
+            first, second = second, first
+        return first or second
+
     def _is_on_time(self, request: _Request, now_s: float) -> bool:
         token_s = self._workers[0].model.costs.token_s
         left_s = TTFT_SHARE * self._ttft_s - request.num_missing * token_s
         return now_s < request.demand.at_s + left_s
-
-    def _max_pending(self, worker: _Worker) -> float:
-        queue_s = QUEUE_SHARE * self._ttft_s
-        return max(1.0, min(2 * _MAX_STEP_TOKENS, queue_s * worker.speed(self._pace_s)))
 
     def _step(self, worker: _Worker, now_s: float) -> None:
         """Begin a step, or several that only decode; what they compute is known at their end."""
@@ -201,7 +286,7 @@ class _Replay:
 
     def _num_steps(self, worker: _Worker, now_s: float, base_s: float) -> int:
         """Steps that only decode, until a request ends, or work may come."""
-        num_steps = min(request.num_left for request in worker.decoding)
+        num_steps = worker.decoding.num_steps
         if self._next_s < inf:
             num_steps = min(num_steps, int((self._next_s - now_s) / base_s))
         if num_steps > _STEPS_AT_ONCE:
@@ -215,37 +300,45 @@ class _Replay:
         """Prompt tokens of the next step."""
         if not worker.decoding:
             return _MAX_STEP_TOKENS
-        paces = (Pace(r.due_s - now_s, r.num_left, self._pace_s) for r in worker.decoding)
-        num_tokens = self._gaps.spare_s(base_s, paces) / worker.model.costs.token_s
+        spare_s = self._gaps.spare_s(base_s, ())
+        paces = worker.decoding.paces(now_s) if base_s < self._pace_s else ()
+        for pace in paces:
+            if pace.due_s - base_s >= spare_s:
+                break
+            least_s = self._gaps.spare_s(base_s, (pace,))
+            if least_s < spare_s:  # others are due later
+                spare_s = least_s
+                break
+        num_tokens = spare_s / worker.model.costs.token_s
         return int(min(max(num_tokens, MIN_CHUNK_TOKENS), _MAX_STEP_TOKENS))
 
     def _begin_answer(self, worker: _Worker, request: _Request, now_s: float) -> None:
         request.first_s = request.end_s = now_s
-        request.num_left -= 1
-        request.due_s = now_s + self._pace_s
-        if request.num_left <= 0:
+        if request.demand.num_output <= 1:
             return
         if worker.model.decodes:
-            worker.decoding.append(request)
+            self._decode(worker, request)
         else:
             home = min(self._homes, key=lambda w: len(w.decoding))
             home.num_arriving += 1
             self._push(now_s + _TRANSFER_S, home, request)
 
+    def _decode(self, worker: _Worker, request: _Request) -> None:
+        due_s = request.first_s + self._pace_s
+        worker.decoding.add(request, request.demand.num_output - 1, due_s)
+        worker.see_speed()
+
     def _end_after(self, worker: _Worker, num_steps: int, end_s: float) -> None:
         """Decode so many steps; the worker is idle again at their end."""
         worker.end_s = end_s
         self._push(end_s, worker, None)
-        for request in worker.decoding:
-            request.num_left -= num_steps
-            request.due_s += num_steps * self._pace_s
-            request.end_s = end_s
-        worker.decoding = [request for request in worker.decoding if request.num_left > 0]
+        worker.decoding.step(num_steps, end_s)
+        worker.see_speed()
 
 
-def score(workers: Sequence[Model], demands: Sequence[Demand], slo: Slo) -> float:
+def score(workers: Sequence[Model], load: Load, slo: Slo) -> float:
     """Share of the requests inside the targets, 0 to 1, and up to 0.1 for how near all are."""
-    requests = _Replay(workers, slo).run(demands)
+    requests = _Replay(workers, slo).run(load)
     return fmean(_value(request, slo) for request in requests)
 
 

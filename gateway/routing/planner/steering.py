@@ -24,7 +24,7 @@ from baton.registry.lease import Lease
 from baton.types import Role, Tier
 from gateway.routing.fleet import Fleet, Worker
 from gateway.routing.planner.planner import Decision, LoadLog, Planner
-from gateway.routing.planner.replay import Demand
+from gateway.routing.planner.replay import Load
 from gateway.routing.planner.shapes import WorkerFacts
 from gateway.routing.planner.size import SPARE_S, Bounds
 
@@ -38,7 +38,7 @@ MOVING_S = 1.0
 _MOVE_ONE_OF = 4
 
 
-Decide = Callable[[float, Sequence[WorkerFacts], Sequence[Demand]], Decision]
+Decide = Callable[[float, Sequence[WorkerFacts], Load | None], Decision]
 
 
 class Aside(Protocol):
@@ -49,7 +49,7 @@ class Aside(Protocol):
         decide: Decide,
         now_s: float,
         workers: Sequence[WorkerFacts],
-        demands: Sequence[Demand],
+        load: Load | None,
         /,
     ) -> Decision: ...
 
@@ -135,12 +135,12 @@ class Steering:
         term = await self._hold()
         if term is None:
             return
-        demands: Sequence[Demand] = ()
+        load = None
         if self._has_news(len(workers)):
-            demands = self._load_log.demands(self._share(workers))
+            load = self._load_log.load(now_s, self._share(workers))
         facts = [*map(_facts_of, workers)]
         try:
-            decision = await self._aside(self._planner.decide, now_s, facts, demands)
+            decision = await self._aside(self._planner.decide, now_s, facts, load)
         except (ArithmeticError, ValueError) as error:  # of numbers that workers report
             _log.warning("no plan for now: %r", error)
             return

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.types import Role, Slo, StepCosts, Tier
-from gateway.routing.planner.planner import REST_S, LoadLog, Planner
-from gateway.routing.planner.replay import Demand, Model, score
+from gateway.routing.planner.planner import REST_S, LoadLog, Planner, _tokens_left
+from gateway.routing.planner.replay import Demand, Load, Model, score
 from gateway.routing.planner.shapes import WorkerFacts
 
 #: As measured on a machine whose load varies.
@@ -24,12 +26,12 @@ COLOCATED = {"h:1": Role(Tier.PREFILL), "h:2": Role(Tier.DECODE, True, 2)}
 SOON, SMOOTH = Slo(0.6, 0.2), Slo(3.0, 0.03)
 
 
-def demands(rate: float, seed: int = 0, num_requests: int = 40) -> list[Demand]:
+def demands(rate: float, seed: int = 0, num_requests: int = 40) -> Load:
     rng, at_s, made = random.Random(seed), 0.0, []
     for _ in range(num_requests):
         at_s += rng.expovariate(rate)
         made.append(Demand(at_s, rng.randint(256, 1024), rng.randint(32, 64)))
-    return made
+    return Load(made)
 
 
 def decided(planner: Planner, slo_rate: float, workers: list[WorkerFacts]) -> Mapping[str, Role]:
@@ -50,7 +52,7 @@ def test_a_fleet_gets_prefill_workers_by_how_long_prompts_are() -> None:
         workers = [WorkerFacts(f"w{i}", f"w{i}", Tier.DECODE, Role(Tier.DECODE)) for i in range(8)]
         planner = Planner(Slo(1.0, 0.015))
         planner.observe([(0, StepCosts(0.010, 0.0005, 0.0, 0.0004))])
-        load = [Demand(i * 0.12, num_prompt, num_output) for i in range(48)]
+        load = Load([Demand(i * 0.12, num_prompt, num_output) for i in range(48)])
         roles = planner.decide(100.0, workers, load).roles
         return sum(role.tier is Tier.PREFILL for role in roles.values())
 
@@ -63,7 +65,7 @@ def test_a_fleet_of_any_size_is_planned(num_workers: int) -> None:
     facts = [WorkerFacts(f"w{i}", f"w{i}", Tier.DECODE, Role(Tier.DECODE)) for i in range(1000)]
     planner = Planner(Slo(1.0, 0.015))
     planner.observe([(0, StepCosts(0.010, 0.0005, 0.0, 0.0004))])
-    load = [Demand(i * 0.96 / num_workers, 512, 400) for i in range(48)]
+    load = Load([Demand(i * 0.96 / num_workers, 512, 400) for i in range(48)])
     roles = planner.decide(100.0, facts[:num_workers], load).roles
     num_prefill = sum(role.tier is Tier.PREFILL for role in roles.values())
     assert 0.2 <= num_prefill / num_workers <= 0.6
@@ -72,10 +74,10 @@ def test_a_fleet_of_any_size_is_planned(num_workers: int) -> None:
 def test_nothing_changes_without_knowledge_or_soon_again() -> None:
     planner = Planner(SOON)
     present = {worker.address: worker.role for worker in SPLIT}
-    assert not planner.decide(0.0, [], ()).roles, "nobody has joined"
+    assert not planner.decide(0.0, [], None).roles, "nobody has joined"
     assert planner.decide(0.0, SPLIT, demands(2.0)).roles == present, "no costs"
     planner.observe([(1, ONE_CORE)])
-    assert planner.decide(0.0, SPLIT, ()).roles == present, "no requests"
+    assert planner.decide(0.0, SPLIT, None).roles == present, "no requests"
     assert not planner.decide(0.0, SPLIT[1:], demands(2.0)).roles, "alone"
     assert planner.decide(100.0, SPLIT, demands(2.0)).roles == COLOCATED
     # The first worker is slow with both cores: but the shape rests.
@@ -103,9 +105,9 @@ def test_a_shape_that_serves_all_is_replayed_alone(monkeypatch: pytest.MonkeyPat
     """Once each shape has a score; and with the others again when it serves fewer."""
     replayed: list[int] = []
 
-    def count(workers: Sequence[Model], demands: Sequence[Demand], slo: Slo) -> float:
-        replayed.append(len(demands))
-        return score(workers, demands, slo)
+    def count(workers: Sequence[Model], load: Load, slo: Slo) -> float:
+        replayed.append(len(load.latest))
+        return score(workers, load, slo)
 
     monkeypatch.setattr("gateway.routing.planner.planner.score", count)
     workers = [WorkerFacts(f"w{i}", f"w{i}", Tier.DECODE, Role(Tier.DECODE, True)) for i in "abc"]
@@ -121,7 +123,7 @@ def test_a_shape_that_serves_all_is_replayed_alone(monkeypatch: pytest.MonkeyPat
 
 def test_another_leader_goes_on_with_the_shape_that_it_finds() -> None:
     joined = [replace(worker, role=COLOCATED[worker.address]) for worker in SPLIT]
-    assert Planner(SOON).decide(0.0, joined, ()).roles == COLOCATED
+    assert Planner(SOON).decide(0.0, joined, None).roles == COLOCATED
 
 
 def test_a_leader_that_finds_a_mixture_moves_as_few_as_serve_as_well() -> None:
@@ -129,7 +131,7 @@ def test_a_leader_that_finds_a_mixture_moves_as_few_as_serve_as_well() -> None:
     workers = [WorkerFacts(f"w{i}", f"w{i}", role.tier, role) for i, role in enumerate(roles)]
     planner = Planner(Slo(10.0, 1.0))
     planner.observe([(0, ONE_CORE)])
-    light = [Demand(float(i), 10, 10) for i in range(10)]
+    light = Load([Demand(float(i), 10, 10) for i in range(10)])
     decided = planner.decide(100.0, workers, light).roles
     assert [decided[worker.address] for worker in workers] == [*roles[:7], Role(Tier.DECODE)]
 
@@ -141,37 +143,79 @@ def test_a_log_keeps_the_latest_and_takes_unknown_answers_to_be_usual() -> None:
         log.on_placed(f"r{number}", 30)
         if number < 599:
             log.on_ended(f"r{number}", 20)
-    latest = log.demands()
+    latest = latest_of(log)
     assert len(latest) < 300
     assert latest[0].at_s == 0.0
     assert {demand.num_prompt for demand in latest} == {30}
     assert latest[-1].num_output == 20
-    assert log.demands(0.5)[-1].at_s == latest[-1].at_s / 2, "two gateways see twice as much"
+    assert latest_of(log, 0.5)[-1].at_s == latest[-1].at_s / 2, "two gateways see twice as much"
     log.on_arrival("r590", 600.0, 100)
-    arrivals = [demand.at_s for demand in log.demands()]
+    arrivals = [demand.at_s for demand in latest_of(log)]
     assert arrivals == sorted(arrivals), "a name that comes again is a later request"
     few = LoadLog()
     few.on_arrival("r", 0.0, 100)
     few.on_ended("r", 5)
-    assert few.demands() == ()
+    assert few.load(0.0) is None
+
+
+def latest_of(log: LoadLog, share: float = 1.0) -> Sequence[Demand]:
+    load = log.load(600.0, share)
+    assert load is not None
+    return load.latest
+
+
+def test_a_log_has_what_waits_and_since_when() -> None:
+    log = LoadLog(lambda: ["r18", "r15", "another"])
+    for number in range(20):
+        log.on_arrival(f"r{number}", float(number), 100 + number)
+        if number < 10:
+            log.on_ended(f"r{number}", 20)
+    load, twice = log.load(20.0), log.load(20.0, 0.5)
+    assert load is not None
+    assert twice is not None
+    assert load.waiting == [Demand(-5.0, 115, 20), Demand(-2.0, 118, 20)]
+    assert twice.waiting == [demand for demand in load.waiting for _ in range(2)]
 
 
 def test_a_replay_counts_what_is_inside_the_targets() -> None:
     worker = Model(StepCosts(0.01, 0.0, 0.0, 0.001), False, True, True)
-    one = [Demand(0.0, 100, 11)]
+    one = Load([Demand(0.0, 100, 11)])
     assert score([worker], one, Slo(0.2, 0.02)) == pytest.approx(1.1), "0.11 s, 10 ms"
     assert score([worker], one, Slo(0.1, 0.02)) < 0.1
     assert score([worker], one, Slo(None, 0.005)) < 0.1
-    both = [Demand(0.0, 100, 11), Demand(0.0, 100, 11)]
+    both = Load([Demand(0.0, 100, 11), Demand(0.0, 100, 11)])
     assert 0.5 < score([worker], both, Slo(0.15)) < 0.6, "the second waits"
     pair = [Model(worker.costs, True, False), Model(worker.costs, False, True)]
     assert score(pair, one, Slo(0.2, 0.02)) == pytest.approx(1.1)
+
+
+def test_a_replay_begins_with_what_waits_and_runs() -> None:
+    worker = Model(StepCosts(0.01, 0.001, 0.0, 0.001), False, True, True)
+    slo = Slo(0.3, 0.03)
+    coming = [Demand(0.001, 100, 11)]
+    assert score([worker], Load(coming), slo) == pytest.approx(1.1)
+    assert score([worker], Load(coming, [Demand(-0.1, 100, 11)]), slo) == pytest.approx(1.1)
+    behind = score([worker], Load(coming, [Demand(-0.25, 100, 11)]), slo)
+    assert 0.5 < behind < 0.6, "it has waited for too long"
+    assert score([worker], Load(coming, running=[200] * 15), slo) < 0.1, "15 that decode go first"
+
+
+@given(st.lists(st.integers(1, 500), min_size=8, max_size=40), st.integers(0, 300))
+def test_tokens_left_are_those_of_answers_found_running(outputs: list[int], number: int) -> None:
+    """Each answer is found running in proportion to its length."""
+    left = _tokens_left([Demand(0.0, 1, output) for output in outputs], number)
+    assert len(left) == number
+    assert all(1 <= tokens <= max(outputs) for tokens in left)
+    if number:
+        mean = sum(n * n for n in outputs) / sum(outputs) / 2
+        spacing = sum(outputs) / number
+        assert abs(sum(left) / number - mean) <= spacing + 1
 
 
 def test_costs_that_no_step_can_have_are_ignored() -> None:
     planner = Planner(Slo(10.0, 1.0))
     strange = (math.nan, math.inf, -1.0)
     planner.observe([(0, ONE_CORE), *((0, StepCosts(s, s, s, s)) for s in strange)])
-    light = [Demand(float(i), 10, 10) for i in range(10)]
+    light = Load([Demand(float(i), 10, 10) for i in range(10)])
     workers = [WorkerFacts(f"w{i}", f"w{i}", Tier.DECODE, Role(Tier.DECODE)) for i in range(3)]
     assert planner.decide(100.0, workers, light).roles

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.types import Role, Slo, StepCosts, Tier
 from gateway.routing.planner.planner import Planner
-from gateway.routing.planner.replay import Demand
+from gateway.routing.planner.replay import Demand, Load
 from gateway.routing.planner.shapes import Shape, WorkerFacts
 from gateway.routing.planner.size import MARGIN, SPARE_S, Bounds, Size, enough, num_going
 
@@ -87,8 +87,8 @@ def fleet(num_workers: int, num_decode: int = 1) -> list[WorkerFacts]:
     ]
 
 
-def load(rate: float, num_requests: int = 96) -> list[Demand]:
-    return [Demand(i / rate, 1024, 64) for i in range(num_requests)]
+def load(rate: float, num_requests: int = 96) -> Load:
+    return Load([Demand(i / rate, 1024, 64) for i in range(num_requests)])
 
 
 def planner_of(bounds: Bounds | None) -> Planner:
@@ -113,7 +113,7 @@ def test_the_number_follows_the_load_within_its_bounds() -> None:
 @pytest.mark.parametrize("idle", [True, False])
 def test_fewer_are_said_only_once_so_many_decode_that_one_is_left(idle: bool) -> None:
     planner, workers, now_s = planner_of(Bounds(2, 8)), fleet(3), 0.0
-    requests = [] if idle else load(1.0)
+    requests = None if idle else load(1.0)
     if idle:
         workers = [replace(worker, num_sequences=0) for worker in workers]
     for _ in range(30):
@@ -136,7 +136,7 @@ def test_workers_that_run_long_answers_are_no_spare_ones() -> None:
     planner = planner_of(Bounds(1, 8))
     planner.decide(0.0, fleet(4, 2), load(1.0))
     for number in range(40):
-        decision = planner.decide(5.0 * number, fleet(4, 2), ())
+        decision = planner.decide(5.0 * number, fleet(4, 2), None)
         assert decision.num_workers is None
 
 
@@ -150,10 +150,10 @@ def test_when_no_worker_decodes_one_gets_that_role_at_once() -> None:
     planner = planner_of(None)
     planner.decide(0.0, fleet(4, 2), load(3.0))
     left = [replace(w, role=Role(Tier.PREFILL)) for w in fleet(3)]
-    for requests in ((), load(3.0)):
+    for requests in (None, load(3.0)):
         roles = planner.decide(1.0, left, requests).roles.values()
         assert any(role.tier is Tier.DECODE for role in roles)
-    alone = planner.decide(2.0, left[:1], ()).roles
+    alone = planner.decide(2.0, left[:1], None).roles
     assert [*alone.values()] == [Role(Tier.DECODE, is_colocated=True)]
 
 

@@ -13,7 +13,7 @@ from baton.types import Role, Tier
 from gateway.routing.fleet import WorkerState
 from gateway.routing.planner import steering
 from gateway.routing.planner.planner import Decision, LoadLog
-from gateway.routing.planner.replay import Demand
+from gateway.routing.planner.replay import Load
 from gateway.routing.planner.shapes import WorkerFacts
 from gateway.routing.planner.size import Bounds
 from gateway.routing.planner.steering import Aside, Decide, Steering
@@ -49,7 +49,7 @@ async def all_colocated(
     decide: Decide,  # noqa: ARG001
     now_s: float,  # noqa: ARG001
     workers: Sequence[WorkerFacts],
-    demands: Sequence[Demand],  # noqa: ARG001
+    load: Load | None,  # noqa: ARG001
 ) -> Decision:
     role = Role(Tier.DECODE, is_colocated=True)
     return Decision({worker.address: role for worker in workers})
@@ -123,9 +123,9 @@ async def test_nothing_is_replayed_while_nothing_comes_and_bad_numbers_cost_one_
         decide: Decide,  # noqa: ARG001
         now_s: float,  # noqa: ARG001
         workers: Sequence[WorkerFacts],  # noqa: ARG001
-        demands: Sequence[Demand],
+        load: Load | None,
     ) -> Decision:
-        seen.append(len(demands))
+        seen.append(len(load.latest) if load else 0)
         if len(seen) == 2:
             log.on_arrival("another", 10.0, 10)
             raise ZeroDivisionError
