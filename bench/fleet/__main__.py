@@ -46,7 +46,7 @@ from engine.plan.trace import TraceEntry, read_trace
 #: By the roofline: a model of 8 billion parameters in 16 bits on an H100.
 H100_8B = "0.0085,0.00012,0.0085,0.00005"
 PLANNED, SPLIT = "planned", "static split"
-FACTORS = (0.5, 0.8, 10.0)
+FACTORS = (0.5, 0.8, 1.0, 10.0)
 #: The same for loads that change.
 CHANGING_FACTORS = (0.8,)
 #: From this load factor on, a load is an overload: the planner is measured alone, with one seed.
