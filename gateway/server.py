@@ -191,6 +191,7 @@ def _steering(own: GatewayOptions, fleet: Fleet, dispatcher: Dispatcher) -> Stee
     most, fd = own.max_workers, own.number_fd
 
     def report(number: int) -> None:
+        _log.info("workers wanted for %s: %d", own.model_name, number)
         if fd is not None:
             line = json.dumps({"model": own.model_name, "workers": number})
             with contextlib.suppress(BrokenPipeError):  # the supervisor has ended

@@ -132,6 +132,11 @@ class Planner:
         self._shape: Shape | None = None
         self._changed_s = -inf
 
+    @property
+    def has_costs(self) -> bool:
+        """Whether workers have said what steps take; without, roles stay."""
+        return self._costs_of(0) is not None
+
     def lead(self, num_workers: int | None) -> None:
         """Begin a term. num_workers: that the leader before has said; None if it said nothing."""
         self._shape = None  # another may have changed it

@@ -87,7 +87,7 @@ class Steering:
         self._set_role = set_role
         self._on_number = on_number
         self._planner = Planner(fleet.slo, bounds)
-        self._is_moving = False
+        self._is_moving = self._is_waiting_told = False
         self._num_arrivals = self._num_workers = 0
         """Requests and workers that the last decision was made from."""
         self._asked_s = -inf
@@ -137,7 +137,11 @@ class Steering:
             return
         load = None
         if self._has_news(len(workers)):
-            load = self._load_log.load(now_s, self._share(workers))
+            arrivals_clock = asyncio.get_running_loop().time
+            load = self._load_log.load(arrivals_clock(), self._share(workers))
+            if load and not self._planner.has_costs and not self._is_waiting_told:
+                self._is_waiting_told = True
+                _log.info("roles stay until workers have computed and decoded more steps")
         facts = [*map(_facts_of, workers)]
         try:
             decision = await self._aside(self._planner.decide, now_s, facts, load)
@@ -180,7 +184,6 @@ class Steering:
         before = self.num_workers
         self._published = (number, held_s + self._lease.lasts_s)
         if number != before:
-            _log.info("workers wanted: %d", number)
             self._on_number(number)
         return True
 

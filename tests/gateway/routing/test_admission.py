@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded, Overloaded
 from baton.types import Rank, SequenceSpec, Slo, across_accounts
-from gateway.routing.admission import LATE_EVERY, AdmissionQueue, LastStarts, WaitEstimate
+from gateway.routing.admission import AdmissionQueue, LastStarts, WaitEstimate
 from gateway.routing.dispatcher import Ask
 from gateway.routing.router import Need
+from gateway.routing.ways import LATE_EVERY
 from tests.support.gateway_world import World, gateway_world, make_spec
 from tests.support.virtual_loop import run_virtual
 

@@ -111,8 +111,9 @@ async def test_the_decode_tier_is_not_emptied_before_reports_say_who_left(
 
 
 async def test_nothing_is_replayed_while_nothing_comes_and_bad_numbers_cost_one_plan(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(steering, "PERIOD_S", 0.0)
     log, seen = LoadLog(), []
     for number in range(10):
@@ -139,6 +140,7 @@ async def test_nothing_is_replayed_while_nothing_comes_and_bad_numbers_cost_one_
     await asyncio.wait_for(lease.is_over.wait(), 10.0)
     task.cancel()
     assert seen == [10, 0, 11, 0]
+    assert caplog.text.count("roles stay until workers have computed") == 1
 
 
 def numbered(*numbers: int | None) -> Aside:
