@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.transformers import states
+from engine.transformers.convolutions import widen_convolutions
 from engine.transformers.device_experts import use_kernels
 from engine.transformers.linears import pack_linears
 from engine.transformers.shared import Share
@@ -36,12 +37,14 @@ class DeviceKind(Protocol):
 
 
 class Host:
-    """A CPU: all linear layers and experts are Baton's. What is called together has the bits of
+    """A CPU: all linear layers and experts are Baton's, and convolutions in 16 bits where the CPU
+    is slow at them. What is called together has the bits of
     each alone."""
 
     def prepare(self, model: PreTrainedModel, share: Share) -> None:
         """See DeviceKind."""
         pack_linears(model, share)
+        widen_convolutions(model)
 
     def most_rows(
         self,
