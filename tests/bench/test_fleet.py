@@ -155,7 +155,7 @@ def test_blocks_are_never_more_than_there_are_and_beginnings_stay_longest() -> N
 
 
 def test_the_page_says_where_the_planner_is_below() -> None:
-    figures = Figures(10.0, 0.9, 0.1, 10**9, 1, 0.0, 0.0, 0.1, 1.0)
+    figures = Figures(10.0, 0.9, 0.1, 10**9, 1, 0.0, 0.0, 0.1, 1.0, num_requests=500)
     cells = [
         Cell("t", 1.0, "static split", "1:1", [figures, replace(figures, goodput=12.0)]),
         Cell("t", 1.0, "planned", "", [replace(figures, goodput=9.9)]),
@@ -165,3 +165,4 @@ def test_the_page_says_where_the_planner_is_below() -> None:
     text = markdown(cells, [], Fleet(HARDWARE, 2, SLO, 60.0, 2), "command")
     assert text.count("(**missed**)") == 1
     assert "t 90.9 (met)" in text
+    assert "a thousand requests took 2.0 to 2.0 s" in text
