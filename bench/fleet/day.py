@@ -47,7 +47,7 @@ class Day:
         )
 
 
-#: The large fleet is idle most of the time; still it takes a core more than twenty minutes.
+#: The large fleet is idle most of the time; still it takes a core ten minutes.
 DAYS = (
     Day("large", 1000, 86_400.0, 2, num_requests=20_000),
     Day("busy", 16, 600.0, 4, factor=0.4),

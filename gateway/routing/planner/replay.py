@@ -2,7 +2,10 @@
 
 Replays requests against workers that take what `StepCosts` say, by the rules that workers and the
 gateway follow: chunks by the workers' own gap rule, the way of a prompt (ways.py), requests that
-can still be in time first (admission.py). Memory is taken to suffice.
+can still be in time before late ones (admission.py). Memory is taken to suffice.
+
+It begins with what waits and what decodes: near its capacity a fleet falls behind by so little in
+the time of a replay that from an empty start every shape would seem to keep up.
 """
 
 from __future__ import annotations
@@ -179,6 +182,7 @@ class _Replay:
         self._next_s = inf
 
     def run(self, load: Load) -> list[_Request]:
+        """What decodes at the start is taken to be just on time."""
         requests = [_Request(demand, demand.num_prompt) for demand in (*load.waiting, *load.latest)]
         for number, num_left in enumerate(load.running):
             begun = _Request(Demand(0.0, 0, num_left), 0)
