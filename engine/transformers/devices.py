@@ -38,8 +38,7 @@ class DeviceKind(Protocol):
 
 class Host:
     """A CPU: all linear layers and experts are Baton's, and convolutions in 16 bits where the CPU
-    is slow at them. What is called together has the bits of
-    each alone."""
+    is slow at them. What is called together has the bits of each alone."""
 
     def prepare(self, model: PreTrainedModel, share: Share) -> None:
         """See DeviceKind."""

@@ -48,8 +48,7 @@ _MAX_LOGGED = 2 * _REQUESTS_PER_WORKER * _MAX_WORKERS
 #: Seconds before the latest request from which others count, beside the least number of them.
 _MAX_AGE_S = 240.0
 
-
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class LoadLog:
@@ -93,14 +92,15 @@ class LoadLog:
         latest = latest[min(num_old, len(latest) - _MIN_REQUESTS) :]
         start_s = latest[0][0]
         waiting = [logged for name in self._waiting() if (logged := self._requests.get(name))]
+
+        def demand(at_s: float, num_prompt: int, num_output: int) -> Demand:
+            return Demand(at_s, max(1, num_prompt), num_output or usual)
+
         return Load(
+            [demand((at_s - start_s) * share, *rest) for at_s, *rest in latest],
             [
-                Demand((at_s - start_s) * share, max(1, num_prompt), num_output or usual)
-                for at_s, num_prompt, num_output in latest
-            ],
-            [
-                Demand(min(0.0, at_s - now_s), max(1, num_prompt), num_output or usual)
-                for at_s, num_prompt, num_output in sorted(waiting * round(1 / share))
+                demand(min(0.0, at_s - now_s), *rest)
+                for at_s, *rest in sorted(waiting * round(1 / share))
             ],
         )
 
@@ -177,11 +177,11 @@ class Planner:
     def decide(self, now_s: float, workers: Sequence[WorkerFacts], load: Load | None) -> Decision:
         """Decide from the latest requests; none: roles stay as they are, unless no worker decodes.
         Of fewer than two workers, only one that does not decode gets a role."""
+        if not workers:
+            return Decision({}, self._size.said if self._size else None)
         if load:
             num_running = sum(worker.num_sequences for worker in workers)
             load = replace(load, running=_tokens_left(load.latest, num_running))
-        if not workers:
-            return Decision({}, self._size.said if self._size else None)
         if len(workers) == 1:
             is_decoding = workers[0].role.tier is Tier.DECODE
             roles = {} if is_decoding else roles_in(Shape(0), workers)
@@ -366,11 +366,7 @@ def _some(models: Sequence[Model], number: int) -> list[Model]:
     number = min(number, len(models))
     num_prefill = max(1, min(round(number * len(prefills) / len(models)), number - 1))
     shown = (num_prefill, number - num_prefill) if prefills else (0, number)
-    return [
-        kind[int((i + 0.5) * len(kind) / count)]
-        for kind, count in zip((prefills, others), shown, strict=True)
-        for i in range(count)
-    ]
+    return [*_evenly(prefills, shown[0]), *_evenly(others, shown[1])]
 
 
 def _thinned(load: Load, num_latest: int, share: float) -> Load:
@@ -380,14 +376,14 @@ def _thinned(load: Load, num_latest: int, share: float) -> Load:
     start_s = latest[0].at_s
     return Load(
         [replace(demand, at_s=(demand.at_s - start_s) / share) for demand in latest],
-        _share_of(load.waiting, share)[-num_latest:],
-        _share_of(load.running, share),
+        _evenly(load.waiting, int(len(load.waiting) * share))[-num_latest:],
+        _evenly(load.running, int(len(load.running) * share)),
     )
 
 
-def _share_of(items: Sequence[T], share: float) -> Sequence[T]:
-    """Evenly chosen."""
-    return [items[int((i + 0.5) / share)] for i in range(int(len(items) * share))]
+def _evenly(items: Sequence[_T], number: int) -> list[_T]:
+    """So many items, evenly chosen."""
+    return [items[int((i + 0.5) * len(items) / number)] for i in range(number)]
 
 
 def _tokens_left(latest: Sequence[Demand], num_running: int) -> list[int]:

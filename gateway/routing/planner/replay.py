@@ -111,7 +111,7 @@ class _Decoding:
             insort(self._by_due, (due_s, self._num_added, last))
 
     def paces(self, now_s: float) -> Iterator[Pace]:
-        """Of all, the one that is due first first."""
+        """Paces of all, in the order in which they are due."""
         come_s = self._num_steps * self._pace_s - now_s if self._by_due else 0.0
         for due_s, _, last in self._by_due:
             yield Pace(due_s + come_s, last - self._num_steps, self._pace_s)
@@ -143,9 +143,19 @@ class _Worker:
         self.max_pending = 0.0
         """Prompt tokens up to which it takes more."""
         self._pace_s, self._ttft_s = pace_s, ttft_s
-        self.see_speed()
+        self._see_speed()
 
-    def see_speed(self) -> None:
+    def decode(self, request: _Request) -> None:
+        """Decode a request that has its first token."""
+        self.decoding.add(request, request.demand.num_output - 1, request.first_s + self._pace_s)
+        self._see_speed()
+
+    def step(self, number: int, end_s: float) -> None:
+        """See _Decoding."""
+        self.decoding.step(number, end_s)
+        self._see_speed()
+
+    def _see_speed(self) -> None:
         """After the number of sequences has changed."""
         self.speed = self._speed()
         most = QUEUE_SHARE * self._ttft_s * self.speed
@@ -182,16 +192,16 @@ class _Replay:
         self._next_s = inf
 
     def run(self, load: Load) -> list[_Request]:
-        """What decodes at the start is taken to be just on time."""
+        """What decodes at the start is taken to be just on time. What waits comes one by one, so
+        that the first ones fill the workers' queues, as others have filled them before."""
         requests = [_Request(demand, demand.num_prompt) for demand in (*load.waiting, *load.latest)]
         for number, num_left in enumerate(load.running):
-            begun = _Request(Demand(0.0, 0, num_left), 0)
-            self._homes[number % len(self._homes)].decoding.add(begun, num_left, self._pace_s)
+            begun = _Request(Demand(0.0, 0, num_left + 1), 0, first_s=0.0)
+            self._homes[number % len(self._homes)].decode(begun)
         arrivals = iter(requests)
         coming = next(arrivals, None)
         self._next_s = max(0.0, coming.demand.at_s) if coming else inf
         for home in self._homes:
-            home.see_speed()
             self._step(home, 0.0)
         while coming or self._events:
             idle = None
@@ -206,7 +216,7 @@ class _Replay:
                     worker.is_idle = True
                 else:
                     worker.num_arriving -= 1
-                    self._decode(worker, arrived)
+                    worker.decode(arrived)
                 idle = worker if worker.is_idle else None
             if (self._on_time or self._late) and (given := self._dispatch(now_s)):
                 for worker in self._workers:
@@ -244,7 +254,7 @@ class _Replay:
         return given
 
     def _next_queue(self, now_s: float) -> deque[_Request]:
-        """The queue to serve next: that on time, but for one place of LATE_EVERY."""
+        """The queue to serve next: those on time, but for one place of LATE_EVERY."""
         while self._on_time and not self._is_on_time(self._on_time[0], now_s):
             self._late.append(self._on_time.popleft())
         first, second = self._on_time, self._late
@@ -321,23 +331,17 @@ class _Replay:
         if request.demand.num_output <= 1:
             return
         if worker.model.decodes:
-            self._decode(worker, request)
+            worker.decode(request)
         else:
             home = min(self._homes, key=lambda w: len(w.decoding))
             home.num_arriving += 1
             self._push(now_s + _TRANSFER_S, home, request)
 
-    def _decode(self, worker: _Worker, request: _Request) -> None:
-        due_s = request.first_s + self._pace_s
-        worker.decoding.add(request, request.demand.num_output - 1, due_s)
-        worker.see_speed()
-
     def _end_after(self, worker: _Worker, num_steps: int, end_s: float) -> None:
         """Decode so many steps; the worker is idle again at their end."""
         worker.end_s = end_s
         self._push(end_s, worker, None)
-        worker.decoding.step(num_steps, end_s)
-        worker.see_speed()
+        worker.step(num_steps, end_s)
 
 
 def score(workers: Sequence[Model], load: Load, slo: Slo) -> float:

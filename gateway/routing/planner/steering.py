@@ -137,8 +137,8 @@ class Steering:
             return
         load = None
         if self._has_news(len(workers)):
-            arrivals_clock = asyncio.get_running_loop().time
-            load = self._load_log.load(arrivals_clock(), self._share(workers))
+            loop_s = asyncio.get_running_loop().time()  # requests are dated by this clock
+            load = self._load_log.load(loop_s, self._share(workers))
             if load and not self._planner.has_costs and not self._is_waiting_told:
                 self._is_waiting_told = True
                 _log.info("roles stay until workers have computed and decoded more steps")

@@ -8,8 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
+from engine.shard import WHOLE
 from engine.transformers.convolutions import widen_convolutions
+from engine.transformers.devices import kind_of
+from engine.transformers.shared import Share
 
 NUM_CHANNELS = 24
 
@@ -78,3 +82,22 @@ def test_weights_that_are_computed_fast_stay(
     layer = layer_of(dtype)
     widen_convolutions(layer)
     assert isinstance(layer.conv.weight, nn.Parameter)
+
+
+@torch.inference_mode()
+def test_a_model_on_a_cpu_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Lfm2Config(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    model = Lfm2ForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    kind_of(torch.device("cpu")).prepare(model, Share(WHOLE))
+    assert not isinstance(model.model.layers[0].conv.conv.weight, nn.Parameter)

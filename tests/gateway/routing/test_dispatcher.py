@@ -395,3 +395,24 @@ def test_a_prompt_goes_where_its_beginning_was_seen() -> None:
                 assert timing.decode_worker == first.last.timing.decode_worker
 
     run_virtual(main())
+
+
+def test_the_log_has_what_waits_for_a_place() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=1, num_decodes=1, max_num_seqs=1) as world:
+            for number in range(8):
+                await world.generate(make_spec(f"r{number}", [1] * 4, max_tokens=2))
+            loop, log = asyncio.get_running_loop(), world.dispatcher.log
+            before = log.load(loop.time())
+            assert before is not None
+            assert not before.waiting
+            specs = [make_spec(f"long {i}", [1] * (5 + i), max_tokens=50) for i in range(3)]
+            tasks = [asyncio.create_task(world.generate(spec)) for spec in specs]
+            await asyncio.sleep(0.01)
+            load = log.load(loop.time())
+            assert load is not None
+            waiting = [(demand.num_prompt, round(demand.at_s, 6)) for demand in load.waiting]
+            assert waiting == [(6, -0.01), (7, -0.01)]
+            await asyncio.gather(*tasks)
+
+    run_virtual(main())

@@ -12,9 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.types import Role, Slo, StepCosts, Tier
-from gateway.routing.planner.planner import REST_S, LoadLog, Planner, _tokens_left
-from gateway.routing.planner.replay import Demand, Load, Model, score
+from gateway.routing.planner.planner import REST_S, LoadLog, Planner, _thinned, _tokens_left
+from gateway.routing.planner.replay import (
+    Demand,
+    Load,
+    Model,
+    _Decoding,
+    _Replay,
+    _Request,
+    score,
+)
 from gateway.routing.planner.shapes import WorkerFacts
+from gateway.routing.ways import LATE_EVERY
 
 #: As measured on a machine whose load varies.
 ONE_CORE = StepCosts(0.0115, 0.0010, 0.005, 0.0009)
@@ -198,6 +207,58 @@ def test_a_replay_begins_with_what_waits_and_runs() -> None:
     behind = score([worker], Load(coming, [Demand(-0.25, 100, 11)]), slo)
     assert 0.5 < behind < 0.6, "it has waited for too long"
     assert score([worker], Load(coming, running=[200] * 15), slo) < 0.1, "15 that decode go first"
+
+
+def test_a_late_request_gets_one_place_of_so_many_in_a_replay() -> None:
+    worker = Model(StepCosts(0.01, 0.001, 0.0, 0.001), False, True, True)
+    on_time = [Demand(0.001 * i - 1.0, 2000, 1) for i in range(2 * LATE_EVERY)]
+    too_long = Demand(-0.9, 95_000, 1)
+    requests = _Replay([worker], Slo(100.0)).run(Load([], [*on_time[:5], too_long, *on_time[5:]]))
+    late = requests.pop(5)
+    assert sum(request.first_s < late.first_s for request in requests) == LATE_EVERY - 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)))),
+        max_size=6,
+    )
+)
+def test_sequences_that_decode_together_end_and_are_due_as_each_alone(
+    rounds: list[tuple[int, list[tuple[int, int]]]],
+) -> None:
+    """Steps, and sequences that come before them: (tokens left, seconds until the next is due)."""
+    decoding, now_s = _Decoding(2.0), 0.0
+    running: list[tuple[_Request, int, float]] = []
+    for number, coming in rounds:
+        for num_left, in_s in coming:
+            request = _Request(Demand(0.0, 1, num_left + 1), 0)
+            decoding.add(request, num_left, now_s + in_s)
+            running.append((request, num_left, now_s + in_s))
+        paces = [(pace.due_s, pace.num_left) for pace in decoding.paces(now_s)]
+        assert sorted(paces) == sorted((due_s - now_s, left) for _, left, due_s in running)
+        assert [due_s for due_s, _ in paces] == sorted(due_s for due_s, _ in paces)
+        if running:
+            assert decoding.num_steps == min(left for _, left, _ in running)
+        now_s += number
+        decoding.step(number, now_s)
+        assert all(request.end_s == now_s for request, left, _ in running if left <= number)
+        running = [(r, left - number, due_s + 2.0 * number) for r, left, due_s in running]
+        running = [each for each in running if each[1] > 0]
+        assert all(request.end_s == math.inf for request, *_ in running)
+        assert len(decoding) == len(running)
+
+
+def test_a_part_of_a_fleet_is_shown_its_part_of_the_load() -> None:
+    load = Load(
+        [Demand(10.0 + i, 1, 1) for i in range(20)],
+        [Demand(i - 40.0, 1, 1) for i in range(40)],
+        [*range(40)],
+    )
+    shown = _thinned(load, 8, 0.25)
+    assert [demand.at_s for demand in shown.latest] == [4.0 * i for i in range(8)]
+    assert [demand.at_s for demand in shown.waiting] == [-30.0 + 4 * i for i in range(8)]
+    assert shown.running == [2 + 4 * i for i in range(10)]
 
 
 @given(st.lists(st.integers(1, 500), min_size=8, max_size=40), st.integers(0, 300))
